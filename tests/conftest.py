@@ -43,6 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = [
     "fake_cuda.fixture",
+    "support.drawn",
     "support.device_fixture",
     "support.hook_fixture",
     "support.object_fixture",

@@ -61,6 +61,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
 OTHER_TESTS = {
     "base",
     "bench",
+    "cpp",
     "cuda",
     "fake_cuda",
     "faults",

@@ -1,4 +1,4 @@
-"""How the tests are run: each of them once by `.ci/run`, wherever SIGINT is ignored."""
+"""How the tests are run: what `.ci/run` takes in its time, wherever SIGINT is ignored."""
 
 from __future__ import annotations
 
@@ -7,14 +7,100 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, RunPython
+from support.drawn import core, durations
+from support.machine import seconds
 from support.warm import warm_parent
+
+# ---- .ci/run ------------------------------------------------------------------------------------
+
+# A make that notes its calls as JSON, and fails at one of them.
+MAKE = """#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["CALLS"], "a") as file:
+    print(json.dumps([sys.argv[1:], os.environ.get("DCPX_STRICT", "")]), file=file)
+sys.exit(sys.argv[1] == os.environ["FAILING"])
+"""
+CALLS = ["lint", "test-all", "test", "test-all"]
+
+
+def ci_run(folder: Path, failing: str = "", **given: str) -> tuple[Any, list[Any]]:
+    """Runs `.ci/run` on a make that only notes its calls; returns how it ended, and them."""
+    shutil.copytree(ROOT / ".ci", folder / ".ci", dirs_exist_ok=True)
+    make, calls = folder / "bin" / "make", folder / "calls"
+    make.parent.mkdir(exist_ok=True)
+    make.write_text(MAKE)
+    make.chmod(0o755)
+    calls.write_text("")
+    environment = {k: v for k, v in os.environ.items() if k not in ("CI_MINUTES", "DURATIONS")}
+    environment |= {"PATH": f"{make.parent}:{os.environ['PATH']}", "CALLS": str(calls)}
+    environment |= {"FAILING": failing, "DCPX_STRICT": "", "DCPX_SLOWNESS": "1.25"}
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=folder, env={**environment, **given},
+        capture_output=True, text=True, timeout=seconds(120),
+    )  # fmt: skip
+    return done, [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+def limit(arguments: str) -> float:
+    """Returns until when tests may begin, in minutes from now."""
+    (found,) = re.findall(r"--until=(\d+)", arguments)
+    return (float(found) - time.time()) / 60
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("given", "until"), [({}, 40), ({"CI_MINUTES": "15"}, 15)])
+def test_ci_takes_lint_the_tests_and_slow_ones_until_its_minutes_are_used(
+    tmp_path: Path, given: dict[str, str], until: int
+) -> None:
+    done, calls = ci_run(tmp_path, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [arguments[0] for arguments, _ in calls] == CALLS
+    assert done.stdout.startswith(
+        f"== {until} minutes, measuring how slow this machine is, at 0:00"
+    )
+    assert "its slowness is 1.25, at 0:" in done.stdout
+    (_, (core, _), (fast, _), (others, _)) = calls
+    assert "--core" in core[1] and "--until" not in core[1]
+    assert limit(fast[1]) == pytest.approx(75, abs=seconds(1))
+    assert limit(others[1]) == pytest.approx(until, abs=seconds(1))
+
+
+@pytest.mark.root
+def test_ci_begins_nothing_after_75_minutes_whatever_it_is_told(tmp_path: Path) -> None:
+    done, calls = ci_run(tmp_path, CI_MINUTES="300")
+    assert limit(calls[3][0][1]) < 76
+    assert "CI_MINUTES=300: the latest is 75" in done.stdout
+
+
+@pytest.mark.parametrize("minutes", ["", "x", "0", "-5", "1.5", "1000"])
+def test_ci_refuses_minutes_that_are_none(tmp_path: Path, minutes: str) -> None:
+    done, calls = ci_run(tmp_path, CI_MINUTES=minutes)
+    if minutes == "":  # as unset
+        assert done.returncode == 0
+        return
+    assert done.returncode == 2 and calls == []
+    assert f"CI_MINUTES={minutes}: expected minutes, 1 to 999" in done.stderr
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("failing", ["lint", "test", "test-all"])
+def test_ci_fails_where_one_of_its_targets_does(tmp_path: Path, failing: str) -> None:
+    done, calls = ci_run(tmp_path, failing)
+    assert done.returncode != 0
+    assert calls[-1][0][0] == failing
+
+
+# ---- Each test is in it -------------------------------------------------------------------------
 
 # Given to pytest by `-p`: prints the tests of a run, and whether conftest.py has set each aside.
 LISTS_TESTS = """
@@ -32,15 +118,14 @@ def pytest_collection_finish(session):
 """
 
 
-def pytest_arguments(target: str, environment: str, pytest_args: str) -> list[str]:
-    """Returns what `make TARGET` gives to pytest, where `.ci/run` calls it so."""
-    command = ["make", "-n", target, "VENV=", f"PYTHON={sys.executable}"]
+def pytest_arguments(call: list[str], strict: str) -> list[str]:
+    """Returns what a call of make gives to pytest."""
     made = subprocess.run(
-        [*command, f"PYTEST_ARGS={pytest_args}"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        ["make", "-n", "VENV=", f"PYTHON={sys.executable}", *call],
+        cwd=ROOT, capture_output=True, text=True, timeout=seconds(60), check=True,
     )  # fmt: skip
     (line,) = [line for line in made.stdout.splitlines() if " -m pytest" in line]
-    assert "DCPX_STRICT=1" in f"{environment} {line}", "a skip is a failure"
+    assert "DCPX_STRICT=1" in f"DCPX_STRICT={strict} {line}", "a skip is a failure"
     return shlex.split(line.split(" -m pytest", 1)[1])
 
 
@@ -60,30 +145,28 @@ def collected(folder: Path, arguments: list[str], hash_seed: str) -> list[tuple[
     return [(name, is_set_aside) for name, is_set_aside in json.loads(line[6:])]
 
 
-@pytest.mark.slow  # it collects all tests twice
+@pytest.mark.slow  # it collects all tests twice, and the core
+@pytest.mark.root
 @pytest.mark.timeout(1800)
-def test_each_test_runs_once_in_ci_and_has_one_name_in_all_processes(tmp_path: Path) -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    seed = (ROOT / ".ci" / "seed").read_text().strip()
-    (seeds,) = re.findall(r'^SEEDS="(.*)"$', script, re.MULTILINE)
-    calls = re.findall(r'^ *(\S+=\S+ )?make (test\S*) PYTEST_ARGS="(.*)"$', script, re.MULTILINE)
-    assert [target for _, target, _ in calls] == ["test", "test-all"]
-    assert len(re.findall(r"^ *(?:\S+=\S+ )?make test", script, re.MULTILINE)) == len(calls)
+def test_each_test_is_in_ci_once_and_has_one_name_in_all_processes(tmp_path: Path) -> None:
+    _, (_, *calls) = ci_run(tmp_path)
     runs, names = [], []
-    for environment, target, pytest_args in calls:
-        given = pytest_args.replace("$SEEDS", seeds).replace("$(cat .ci/seed)", seed)
-        arguments = pytest_arguments(target, environment, given)
-        tests = collected(tmp_path, arguments, hash_seed=str(len(runs)))
+    for number, (call, strict) in enumerate(calls):
+        tests = collected(tmp_path, pytest_arguments(call, strict), hash_seed=str(number))
         runs += [name for name, is_set_aside in tests if not is_set_aside]
         names.append({name for name, _ in tests})
-    assert names[1] < names[0], "pytest-xdist wants one name of a test in each process"
-    assert names[0] == set(runs)
+    first, fast, others = names
+    assert first == set(core())
+    assert first | others < fast, "pytest-xdist wants one name of a test in each process"
+    assert fast == set(runs)
     assert [name for name, times in collections.Counter(runs).items() if times != 1] == []
-    folders = {Path(name).parts[1] for name in names[0]}
+    gone = durations().keys() - first - others
+    assert len(gone) < len(others) / 10, "`make durations` measures them anew"
+    folders = {Path(name).parts[1] for name in fast}
     assert "house" in folders
     assert "frameworks" not in folders, "they run in environments of `make test-frameworks`"
     assert "pages" not in folders, "they run in a browser, by `make test-pages`"
-    addresses = [name for name in names[0] if re.search(r" at 0x[0-9a-f]+", name)]
+    addresses = [name for name in fast if re.search(r" at 0x[0-9a-f]+", name)]
     assert addresses == [], "no sample is drawn again by its seed"
 
 

@@ -1,0 +1,42 @@
+"""The C++ tests under sanitizers, as `make test-cpp` runs them: a slow test a binary."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from support.machine import points
+
+CPP = Path(__file__).parent
+OUT = ROOT / "build" / "cpp"
+FUZZERS = sorted(path.stem.removeprefix("fuzz_") for path in CPP.glob("fuzz_*.cpp"))
+BINARIES = {"asan": "asan/suite", "tsan": "tsan/suite"}
+BINARIES |= {f"run-{name}": f"asan/replay_{name}" for name in FUZZERS}
+FUZZ_ROUNDS = 2500  # mutations a file
+
+
+def make(target: str) -> None:
+    """Fails where `make TARGET` in tests/cpp does, with what it printed."""
+    done = subprocess.run(
+        ["make", "--no-print-directory", f"-j{len(os.sched_getaffinity(0))}", target,
+         f"FUZZ_ROUNDS={points(FUZZ_ROUNDS)}"],
+        cwd=CPP, env={k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-20_000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)  # the first one compiles csrc
+@pytest.mark.parametrize("target", BINARIES)
+def test_the_sanitizers_find_nothing(target: str) -> None:
+    OUT.mkdir(parents=True, exist_ok=True)
+    with (OUT / "lock").open("w") as lock:  # two binaries share objects
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make(f"{os.path.relpath(OUT, CPP)}/{BINARIES[target]}")
+    make(target)
