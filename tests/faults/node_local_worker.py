@@ -16,6 +16,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from support.machine import seconds
+
 _CLONE_NEWNS = 0x00020000
 RANK = int(os.environ["RANK"])
 ROOT, KIND = Path(sys.argv[1]), sys.argv[2]
@@ -44,7 +46,6 @@ PATH = own_directory()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from support.machine import seconds  # noqa: E402
 from support.worker import leave_well  # noqa: E402
 
 import torch_dcpx  # noqa: E402
