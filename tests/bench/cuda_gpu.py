@@ -71,8 +71,12 @@ class Gpu:
         return state
 
     def zero(self, state: State) -> None:
+        """Zeroes all that lies under the tensors, without a kernel of torch's."""
         for tensor in state.values():
-            tensor.zero_()
+            under = tensor.untyped_storage()
+            address, nbytes = ctypes.c_uint64(under.data_ptr()), ctypes.c_size_t(under.nbytes())
+            self.calls.call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), nbytes)
+        self.synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -88,6 +92,17 @@ class Gpu:
 
     def free(self, address: int) -> None:
         self.calls.call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def copy_block(self, host: HostBlock, device: int, stream: int, *, to_host: bool) -> None:
+        """Copies a page-locked block, piece by piece as it is registered: some drivers refuse one
+        copy over both sides of a border.
+        """
+        for begin, nbytes in host.pieces():
+            if to_host:
+                self.calls.to_host(host.address + begin, device + begin, nbytes, stream)
+            else:
+                self.calls.to_device(device + begin, host.address + begin, nbytes, stream)
+        self.calls.synchronize(stream)
 
     def stager_options(self) -> dict[str, bool]:
         """Returns options of torch's stagers other than the defaults."""
@@ -170,6 +185,8 @@ def _viewed(case: Case, wholes: Sequence[torch.Tensor]) -> State:
 class HostBlock:
     """Anonymous memory of the host: `register` page-locks it, `close` gives it back."""
 
+    piece_bytes = 1 << 30  # some kernels refuse to lock more at once
+
     def __init__(self, nbytes: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mmap.restype = ctypes.c_void_p
@@ -200,14 +217,20 @@ class HostBlock:
         self._libc.madvise(self.address, self.nbytes, madv_hugepage)
 
     def register(self, calls: DriverCalls) -> None:
-        piece = 1 << 30  # some kernels refuse more at once
-        for begin in range(0, self.nbytes, piece):
-            calls.register_range(self.address + begin, min(piece, self.nbytes - begin), 3)
-        self._owner = calls
+        """Page-locks it all, once."""
+        if self._owner is None:
+            for begin, nbytes in self.pieces():
+                calls.register_range(self.address + begin, nbytes, 3)
+            self._owner = calls
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Returns where each piece that is registered by itself begins, and its bytes."""
+        step, end = self.piece_bytes, self.nbytes
+        return [(begin, min(step, end - begin)) for begin in range(0, end, step)]
 
     def close(self) -> None:
         if self._owner is not None:
-            for begin in range(0, self.nbytes, 1 << 30):
+            for begin, _ in self.pieces():
                 self._owner.call("cuMemHostUnregister", ctypes.c_void_p(self.address + begin))
             self._owner = None
         self._libc.munmap(self.address, self.nbytes)

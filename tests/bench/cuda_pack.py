@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from cuda_cases import KIB, MIB
 from cuda_gpu import Gpu, HostBlock
 from cuda_rounds import Side, timed
-from fake_cuda.driver_calls import Memcpy2D
+from fake_cuda.driver_calls import CopyAttributes, Memcpy2D
 
 SIZES = {
     "full": [256, KIB, 4 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, MIB],
@@ -46,6 +47,19 @@ def kernel_image(gpu: Gpu) -> bytes:
             return data[at : at + header + int.from_bytes(data[at + 8 : at + 16], "little")]
         at = data.find(_MAGIC, at + 1)
     return b""
+
+
+def _index() -> Any:
+    return ctypes.byref(ctypes.c_size_t(0))
+
+
+def _batch(pairs: Sequence[tuple[int, int, int]]) -> list[Any]:
+    """Returns cuMemcpyBatchAsync's arguments for (dst, src, nbytes) each."""
+    kinds = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t
+    columns = zip(kinds, zip(*pairs, strict=True), strict=True)
+    arrays = [(kind * len(pairs))(*column) for kind, column in columns]
+    attributes = ctypes.byref(CopyAttributes(source_order=1))
+    return [*arrays, ctypes.c_size_t(len(pairs)), attributes, _index(), ctypes.c_size_t(1)]
 
 
 class Pieces:
@@ -164,13 +178,18 @@ class Pieces:
         calls = self.gpu.calls
         version = ctypes.c_int()
         calls.call("cuDriverGetVersion", ctypes.byref(version))
-        batches = [pairs[i : i + _BATCH] for i in range(0, len(pairs), _BATCH)]
+        if version.value >= 13000:
+            entry, end = "cuMemcpyBatchAsync_v2", [ctypes.c_void_p(self._stream)]
+        else:
+            entry, end = "cuMemcpyBatchAsync", [_index(), ctypes.c_void_p(self._stream)]
+        # Made once, as the kernel's table is: only what the driver takes is timed.
+        batches = [[*_batch(pairs[i : i + _BATCH]), *end] for i in range(0, len(pairs), _BATCH)]
 
         def run() -> None:
             if version.value < 12080:
                 raise RuntimeError(f"driver {version.value} has no cuMemcpyBatchAsync")
             for batch in batches:
-                calls.copy_batch(batch, self._stream, version.value)
+                calls.call(entry, *batch)
 
         return run
 

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from fake_cuda.driver_calls import CudaError
+
 Side = Callable[[], float]
 
 #: What a side of others may raise without ending the comparison: its row then says so.
 SIDE_ERRORS = (
     *(RuntimeError, TypeError, ValueError, OSError, AttributeError, ImportError),
-    *(LookupError, AssertionError, ArithmeticError, MemoryError),
+    *(LookupError, AssertionError, ArithmeticError, MemoryError, CudaError),
 )
 
 

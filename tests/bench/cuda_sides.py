@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from cuda_cases import Case
+from cuda_cases import GIB, Case
 from cuda_gpu import Gpu, HostBlock
 from cuda_rounds import Side, timed
 from support.staged import stage_tensors
@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torch_dcpx as dcpx
 from torch_dcpx import ReadOptions
+from torch_dcpx.staging.arena import process_pool
 
 #: Seconds a tensor that these take, roughly, where there are many: of what cannot be interrupted.
 _STOCK_STAGER_S = 60e-6
 _STOCK_LOAD_S = 300e-6
-_SAVE_S = 60e-6
+_SAVE_AND_LOAD_S = 80e-6
+_SAVE_AND_LOAD_GIB_S = 1.5  # besides, a GiB
 
 
 class Moves:
@@ -42,7 +44,6 @@ class Moves:
         self._host = HostBlock(case.nbytes)
         self._host.advise_huge()
         self._host.touch()
-        self._host.register(gpu.calls)
 
     def close(self) -> None:
         for stager in self._stagers:
@@ -70,8 +71,21 @@ class Moves:
             _assert_same(name, tensor, wanted[name])
 
     def save_s(self) -> float:
-        """Returns about how many seconds `save` and one load take for their many tensors."""
-        return 2 * _SAVE_S * len(self._case.shapes)
+        """Returns about how many seconds `save` and one load take."""
+        gib = self._case.nbytes / GIB
+        return _SAVE_AND_LOAD_S * len(self._case.shapes) + _SAVE_AND_LOAD_GIB_S * gib
+
+    def _block_copy(self, to_host: bool) -> Side:
+        """Returns the side of one page-locked block, whose registering is not timed."""
+
+        def side() -> float:
+            self._host.register(self._gpu.calls)
+            ends = self._host, self._block, self._stream
+            return timed(
+                lambda: self._gpu.copy_block(*ends, to_host=to_host), self._gpu.synchronize
+            )
+
+        return side
 
     def _timed(self, run: Callable[[], object]) -> Side:
         return lambda: timed(run, self._gpu.synchronize)
@@ -90,14 +104,8 @@ class Moves:
     def to_host(self, left_s: float) -> dict[str, Side]:
         """Returns the sides of the way to the host; `block` is one copy of the same bytes."""
         tensors, twins = list(self._state.values()), list(self._twin.values())
-        calls, case = self._gpu.calls, self._case
-
-        def block() -> None:
-            calls.to_host(self._host.address, self._block, case.nbytes, self._stream)
-            calls.synchronize(self._stream)
-
         return {
-            "block": self._timed(block),
+            "block": self._block_copy(to_host=True),
             "ours": self._timed(lambda: stage_tensors(tensors)),
             "per_tensor": self._timed(lambda: [t.to("cpu", copy=True) for t in twins]),
             "stock_stager": self._in_time(_STOCK_STAGER_S, left_s, self._staged_by(self._stock)),
@@ -109,12 +117,7 @@ class Moves:
     def to_device(self, left_s: float) -> dict[str, Side]:
         """Returns the sides of the way to the device. Loads read files that lie in memory."""
         twins = list(self._twin.values())
-        hosts = [tensor.cpu().clone() for tensor in twins]
-        calls, case = self._gpu.calls, self._case
-
-        def block() -> None:
-            calls.to_device(self._block, self._host.address, case.nbytes, self._stream)
-            calls.synchronize(self._stream)
+        hosts = [tensor.to("cpu", copy=True) for tensor in twins]
 
         def per_tensor() -> None:
             for tensor, host in zip(twins, hosts, strict=True):
@@ -122,7 +125,7 @@ class Moves:
 
         unverified = ReadOptions(verify="none")
         return {
-            "block": self._timed(block),
+            "block": self._block_copy(to_host=False),
             "ours": self._timed(lambda: dcpx.load(self._state, self._path, no_dist=True)),
             "ours_unverified": self._timed(
                 lambda: dcpx.load(self._state, self._path, no_dist=True, options=unverified)
@@ -164,6 +167,19 @@ def serves_again(stager: Any) -> bool:
     and then fails.
     """
     return bool(stager._state_dict_stager._deepcopy_dispatch)
+
+
+def until_pinned() -> None:
+    """Waits until the driver has registered the process's arenas, which goes on in the background.
+
+    Raises:
+        TimeoutError: it has not within 30 s.
+    """
+    give_up_at = time.monotonic() + 30
+    while any(arena.pinned_bytes < arena.nbytes for arena in process_pool()._arenas):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError("memory for snapshots is not page-locked after 30 s")
+        time.sleep(0.0002)
 
 
 def device_bytes(gpu: Gpu, state: dict[str, torch.Tensor], folder: Path) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from cuda_cases import Case
 from cuda_gpu import Gpu, HostBlock
 from cuda_rounds import Found, Side, interleave, timed
-from cuda_sides import serves_again
+from cuda_sides import serves_again, until_pinned
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torch_dcpx as dcpx
@@ -38,7 +38,6 @@ class Stalls:
         self._block = gpu.alloc(case.nbytes)
         self._host = HostBlock(case.nbytes)
         self._host.touch()
-        self._host.register(gpu.calls)
 
     def close(self) -> None:
         if self._stager is not None:
@@ -98,18 +97,15 @@ class Stalls:
         return side
 
     def _copy(self) -> float:
-        def copy() -> None:
-            self._gpu.calls.to_host(
-                self._host.address, self._block, self._case.nbytes, self._stream
-            )
-            self._gpu.calls.synchronize(self._stream)
-
-        return timed(copy, self._gpu.synchronize)
+        self._host.register(self._gpu.calls)
+        ends = self._host, self._block, self._stream
+        return timed(lambda: self._gpu.copy_block(*ends, to_host=True), self._gpu.synchronize)
 
     def sides(self) -> dict[str, Side]:
         def prewarm() -> None:
             dcpx.close()
             dcpx.prewarm(self._state)
+            until_pinned()
 
         return {
             "block": self._copy,
@@ -131,10 +127,8 @@ def step_seconds(gpu: Gpu, folder: Path, rounds: int, width: int, give_up_at: fl
     """
     kind = torch.float32 if gpu.is_rehearsal else torch.bfloat16
     device = "cpu" if gpu.is_rehearsal else "cuda"
-    generator = torch.Generator().manual_seed(1)
-    hosts = [torch.randn(width, width, generator=generator).to(kind) for _ in range(8)]
-    matrices = [host.to(device) for host in hosts]
-    saved = gpu.tensors(hosts) if gpu.is_rehearsal else matrices
+    matrices = [torch.randn(width, width, device=device, dtype=kind) for _ in range(8)]
+    saved = gpu.tensors(matrices) if gpu.is_rehearsal else matrices
     state = {f"m{i}": m for i, m in enumerate(saved)}
 
     def step() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import os
@@ -9,12 +10,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT
 from cuda_cases import GIB, KIB, MIB, SIZES, cases
+from cuda_gpu import Gpu, HostBlock
+from cuda_pack import Pieces
 from cuda_rounds import Found, interleave
+from cuda_sides import Moves
+from fake_cuda.driver_calls import CudaError
 
 BENCH = ROOT / "tests" / "bench" / "cuda.py"
 
@@ -62,7 +68,7 @@ def test_cases_are_what_the_figures_are_stated_for() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_has_every_case_with_something_in_it(size: str) -> None:
-    assert list(cases(size))[:5] == ["64mib", "64kib", "4kib", "mixed", "strided"]
+    assert {"64mib", "64kib", "4kib", "mixed", "strided"} <= cases(size).keys()
     assert all(case.shapes and case.nbytes for case in cases(size).values())
 
 
@@ -94,6 +100,119 @@ def test_side_that_fails_is_told_of_and_ours_is_raised() -> None:
     assert found.notes == {"other": "RuntimeError: no such thing"}
     with pytest.raises(RuntimeError, match="no such thing"):
         interleave({"ours": fails}, 1, later)
+
+
+def test_side_that_the_driver_refuses_is_told_of() -> None:
+    def refused() -> float:
+        raise CudaError(2, "cuMemHostAlloc")
+
+    later = time.monotonic() + 600
+    found = interleave({"cuMemHostAlloc": refused, "ours": lambda: 0.5}, 1, later)
+    assert found.notes == {"cuMemHostAlloc": "CudaError: (2, 'cuMemHostAlloc')"}
+    with pytest.raises(CudaError):
+        interleave({"ours": refused}, 1, later)
+
+
+def test_block_is_copied_as_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostBlock, "piece_bytes", 4096)
+    seen: list[tuple[object, ...]] = []
+    calls = SimpleNamespace(
+        register_range=lambda address, nbytes, _: seen.append((address, nbytes)),
+        to_host=lambda dst, src, nbytes, _: seen.append((dst, src, nbytes)),
+        to_device=lambda dst, src, nbytes, _: seen.append((dst, src, nbytes)),
+        synchronize=lambda _: None,
+        call=lambda *_: None,
+    )
+    host = HostBlock(9000)
+    host.register(calls)  # type: ignore[arg-type]
+    host.register(calls)  # type: ignore[arg-type]  # not again
+    pieces = [(host.address, 4096), (host.address + 4096, 4096), (host.address + 8192, 808)]
+    assert seen == pieces
+    for to_host in (True, False):
+        seen.clear()
+        Gpu.copy_block(SimpleNamespace(calls=calls), host, 1 << 40, 7, to_host=to_host)  # type: ignore[arg-type]
+        ends = [(at, (1 << 40) + at - host.address, nbytes) for at, nbytes in pieces]
+        assert seen == (ends if to_host else [(b, a, nbytes) for a, b, nbytes in ends])
+    host.close()
+
+
+def test_steps_that_no_time_was_left_for_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda_stalls
+
+    monkeypatch.setattr(cuda, "stall", lambda *_: None)
+    none = Found({}, {"ours idle": "no time left", "ours saving": "no time left"})
+    monkeypatch.setattr(cuda_stalls, "step_seconds", lambda *_: none)
+    args = argparse.Namespace(size="smoke", rounds=1, give_up_at=time.monotonic())
+    report = cuda.Report(None, "a GPU")
+    cuda.stalls(None, args, Path("/nowhere"), report)
+    assert [row[2] for row in report.tables["Steps"]["rows"]] == ["no time left"] * 2
+
+
+def test_memory_is_page_locked_when_the_clock_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cuda_pinning
+    import cuda_sides
+    import cuda_stalls
+
+    class Arena:
+        """Registers a byte whenever somebody looks."""
+
+        nbytes, seen = 3, 0
+
+        @property
+        def pinned_bytes(self) -> int:
+            self.seen += 1
+            return min(self.seen, 3)
+
+    arena = Arena()
+    monkeypatch.setattr(cuda_sides, "process_pool", lambda: SimpleNamespace(_arenas=[arena]))
+    monkeypatch.setattr(cuda_pinning.dcpx, "prewarm", lambda _: None)
+    monkeypatch.setattr(cuda_pinning.dcpx, "close", lambda: None)
+    cuda_pinning._ours(SimpleNamespace(state=lambda _: {}), 4096)()  # type: ignore[arg-type]
+    assert arena.seen == 3
+    one = cuda_stalls.Stalls.__new__(cuda_stalls.Stalls)
+    one._state, arena.seen = {}, 0
+    with pytest.raises(AttributeError, match="_gpu"):  # what it waits for comes before the clock
+        one.sides()["ours, overlapped, prewarmed"]()
+    assert arena.seen == 3
+
+
+@pytest.mark.parametrize("version", [12080, 13000])
+def test_batch_is_made_before_it_is_timed(version: int) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def call(entry: str, *arguments: Any) -> None:
+        if entry == "cuDriverGetVersion":
+            arguments[0]._obj.value = version
+        else:
+            seen.append((entry, *arguments))
+
+    pieces = SimpleNamespace(gpu=SimpleNamespace(calls=SimpleNamespace(call=call)), _stream=5)
+    pairs = [(100 + i, 200 + i, 8) for i in range(5000)]
+    run = Pieces._batched(pieces, pairs)  # type: ignore[arg-type]
+    run()
+    run()
+    (entry, dsts, srcs, sizes, count, *_), second, again, _ = seen
+    assert entry == ("cuMemcpyBatchAsync_v2" if version == 13000 else "cuMemcpyBatchAsync")
+    assert (count.value, second[4].value) == (4096, 904)
+    assert (dsts[1], srcs[1], sizes[1], second[1][0]) == (101, 201, 8, 4196)
+    assert again[1] is dsts
+    assert len(second) == (9 if version == 13000 else 10)
+
+
+def test_cases_share_the_time_by_what_they_cost() -> None:
+    assert cuda.time_for([1.0, 3.0], 8.0) == 4.0  # no less than all the same
+    assert cuda.time_for([3.0, 1.0], 8.0) == 6.0
+    assert cuda.time_for([3.0, 1.0, 99.0], 8.0) == 6.0  # what does not fit takes nothing
+    assert cuda.time_for([99.0], 8.0) == 8.0
+    # Of `moves` in full: 4 KiB tensors both ways, after those before it have taken their shares.
+    left_s, costs = 190.0, [case.cost_s for case in cases("full").values()]
+    names = list(cases("full"))
+    for number in range(names.index("4kib")):
+        left_s -= cuda.time_for(costs[number:], left_s)
+    share_s = cuda.time_for(costs[names.index("4kib") :], left_s)
+    moved = Moves.__new__(Moves)
+    moved._case = cases("full")["4kib"]
+    assert moved.save_s() < share_s * 2 / 3
 
 
 def test_sides_that_take_too_long_run_once_or_not() -> None:

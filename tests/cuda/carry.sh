@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Makes what on_gpu.sh needs on a machine without a network, below build and dist, and prints which
-# paths to carry there beside the tracked files, and how large all of it is: docs/develop/gpu.md.
+# paths to carry there beside the tree, and how large all of it is: docs/develop/gpu.md.
 #
 # PYTHON=EXE      a Python with pip (python3)
 # VERSION=3.12    the Python of that machine
-# KEEP_WHEEL=1    keeps the wheel that dist/wheels has, as it takes minutes to make
+# KEEP_WHEEL=1    keeps the wheel that dist/wheels has of the same C++, as it takes minutes to make
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 VERSION="${VERSION:-3.12}"
@@ -12,9 +12,16 @@ PYTHON="${PYTHON:-python3}"
 WHEELS=build/on_gpu/wheels
 LIMIT_MIB=64
 
-if [ -z "${KEEP_WHEEL:-}" ] || ! compgen -G "dist/wheels/torch_dcpx-*-cp${VERSION/./}-*.whl" >/dev/null; then
+tree="$(mktemp -d)"
+trap 'rm -rf "$tree"' EXIT
+git archive HEAD setup.py csrc | tar -x -C "$tree"
+made_of="$("$PYTHON" tests/cuda/gpu_install.py --digest "$tree")"
+if [ -z "${KEEP_WHEEL:-}" ] || ! compgen -G "dist/wheels/torch_dcpx-*-cp${VERSION/./}-*.whl" >/dev/null \
+  || [ "$made_of" != "$(cat dist/wheels/csrc.sha256 2>/dev/null)" ]; then
   echo "== the wheel of the commit, for Python $VERSION"
+  rm -f dist/wheels/csrc.sha256
   make wheels WHEEL_ARGS="--pythons $VERSION --machines x86_64"
+  echo "$made_of" >dist/wheels/csrc.sha256 # of another tree the wheel is refused there
 fi
 
 echo "== wheels of the packages that such a machine may lack"
@@ -32,12 +39,12 @@ for package in $("$PYTHON" tests/cuda/gpu_carried.py); do
 done
 
 paths=(dist/wheels "$WHEELS")
-tracked="$(git ls-files -z | du -c --apparent-size --block-size=1 --files0-from=- | tail -1 | cut -f1)"
+tree_bytes="$(git ls-files -z -co --exclude-standard | du -c --apparent-size --block-size=1 --files0-from=- | tail -1 | cut -f1)"
 carried="$(du -sc --apparent-size --block-size=1 "${paths[@]}" | tail -1 | cut -f1)"
 mib() { awk "BEGIN { printf \"%.1f\", $1 / 1048576 }"; }
 echo "== carry these paths: ${paths[*]}"
-echo "   $(mib "$carried") MiB, with the tracked files $(mib $((carried + tracked))) MiB"
-if [ $((carried + tracked)) -gt $((LIMIT_MIB * 1048576)) ]; then
+echo "   $(mib "$carried") MiB, with the tree $(mib $((carried + tree_bytes))) MiB"
+if [ $((carried + tree_bytes)) -gt $((LIMIT_MIB * 1048576)) ]; then
   echo "that is more than $LIMIT_MIB MiB" >&2
   exit 1
 fi

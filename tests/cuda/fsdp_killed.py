@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +188,13 @@ def ended(output: str) -> dict[str, Any]:
 def stage(root: Path, width: int, start: Callable[..., tuple[int, str]] = run_job) -> str:
     """Returns what did not hold; empty where all did."""
     common = ["--root", str(root), "--width", str(width)]
-    status, output = start("train", *common)
-    wanted = ended(output)
-    if status or not wanted:
-        return f"the run without a kill ended with {status}"
-    status, output = start("train", "--kill", *common)
+    with ThreadPoolExecutor(2) as pool:  # side by side: most of a job is its start
+        whole = pool.submit(start, "train", *common)
+        status, output = start("train", "--kill", *common)
+        whole_status, whole_output = whole.result()
+    wanted = ended(whole_output)
+    if whole_status or not wanted:
+        return f"the run without a kill ended with {whole_status}"
     if status != -signal.SIGKILL or "SIGKILL in the middle of a save" not in output:
         return f"the run that is to die in a save ended with {status}"
     committed = sorted(int(p.parent.name[5:]) for p in root.glob("step-*/.metadata"))
@@ -219,7 +222,8 @@ def main() -> int:
     # Five saves of 4 layers' weights and two moments, in memory where it holds them.
     needed = 6 * 4 * width * width * 4 * 3
     folder = memory if shutil.disk_usage(memory).free > needed else Path(tempfile.gettempdir())
-    with tempfile.TemporaryDirectory(dir=folder, prefix="dcpx-fsdp-") as name:
+    prefix = os.environ.get("ON_GPU_PREFIX", "dcpx-") + "fsdp-"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=prefix) as name:
         wrong = stage(Path(name), width)
     if wrong:
         print(f"REASON {wrong}")

@@ -27,7 +27,9 @@ def main() -> int:
     if size != "smoke" and shutil.disk_usage(memory).free < needed:
         print(f"CANNOT /dev/shm has less than {needed >> 30} GiB")
         return CANNOT_EXIT
-    with tempfile.TemporaryDirectory(dir=memory, prefix="dcpx-cpu-") as name:
+    with tempfile.TemporaryDirectory(
+        dir=memory, prefix=os.environ.get("ON_GPU_PREFIX", "dcpx-") + "cpu-"
+    ) as name:
         for bench in ("save", "load"):
             result = Path(name) / f"{bench}.json"
             command = [

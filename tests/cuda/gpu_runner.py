@@ -24,11 +24,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 OK, FAILED, TIMED_OUT, CANNOT = "ok", "failed", "timed out", "cannot"
 CANNOT_EXIT = 77
-GRACE_S = 3.0  # between SIGABRT, on which Python prints every stack, and SIGKILL
+LOG_BYTES = 1 << 20  # of one stage: its first words and its last
+_GRACE_S = 3.0  # between SIGABRT, on which Python prints every stack, and SIGKILL
+_KILL_S = 2.0  # for a stage to be gone, and again for what it leaves behind
 _DRAIN_S = 1.0  # for what is in the pipe once the stage has ended
-_KILL_S = 5.0
+OVERTIME_S = _GRACE_S + 2 * _KILL_S + _DRAIN_S  # what a stage may take beyond its limit
 _REASON_CHARACTERS = 300
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
+_PDEATHSIG, _SUBREAPER = 1, 36  # of prctl
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Result(NamedTuple):
@@ -57,7 +60,12 @@ def is_table(value: Any) -> bool:
 
 def adopt_orphans() -> None:
     """Makes this process the parent of what a stage leaves behind, so that it can be found."""
-    ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    """Ends a stage where this process is killed, so that none keeps the GPU."""
+    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Stop:
@@ -75,12 +83,12 @@ class Stop:
 class Log:
     """A file that takes what it can: once a write fails, it says so on stdout and is silent."""
 
-    def __init__(self, path: Path, mode: str = "wb") -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
         self.is_lost = False
         try:
-            self._file = path.open(mode, buffering=0)  # type: ignore[assignment]
+            self._file = path.open("wb", buffering=0)  # type: ignore[assignment]
         except OSError as error:
             self._lose(error)
 
@@ -108,6 +116,27 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
+
+
+class _Output:
+    """Puts into the log what a stage prints first, and at its end what it printed last."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._room = LOG_BYTES // 2
+        self._tail = b""
+        self._lost = 0
+
+    def write(self, data: bytes) -> None:
+        self._log.write(data[: self._room])
+        kept = self._tail + data[self._room :]
+        self._room = max(self._room - len(data), 0)
+        self._lost += max(len(kept) - LOG_BYTES // 2, 0)
+        self._tail = kept[-LOG_BYTES // 2 :]
+
+    def end(self) -> None:
+        left_out = f"\n[{self._lost} B are left out]\n" if self._lost else ""
+        self._log.write(left_out.encode() + self._tail)
 
 
 class _Lines:
@@ -149,7 +178,7 @@ def run_stage(
     name: str,
     command: Sequence[str],
     limit_s: float,
-    log: Path,
+    log: Log,
     stop: Stop,
     environment: Mapping[str, str] | None = None,
 ) -> Result:
@@ -158,7 +187,8 @@ def run_stage(
     Nothing of it is left when this returns: its group and every orphan of it is killed.
     """
     began = time.monotonic()
-    lines, file = _Lines(), Log(log)
+    lines, output = _Lines(), _Output(log)
+    log.write(f"==== {name}\n".encode())
     try:
         process = subprocess.Popen(
             command,
@@ -166,20 +196,21 @@ def run_stage(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509  # there are no threads
             env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
             | dict(environment or {}),
         )
     except OSError as error:
-        file.close()
         return Result(name, FAILED, 0.0, None, f"{command[0]}: {error.strerror}", {})
     assert process.stdout is not None
     pipe = process.stdout.fileno()
     os.set_blocking(pipe, False)
 
     def take() -> bool:
-        """Takes what is there. Returns whether more may come."""
-        while data := _read(pipe):
-            file.write(data)
+        """Takes some of what is there. Returns whether more may come."""
+        data = _read(pipe)
+        if data:
+            output.write(data)
             lines.take(data)
         return data is not None
 
@@ -189,9 +220,8 @@ def run_stage(
         if left <= 0:
             is_late = True
             break
-        if not _wait(pipe, min(left, 0.1)):
-            continue
-        take()
+        if _wait(pipe, min(left, 0.1)):
+            take()
     if process.poll() is None:
         _end(process, take)
     _kill_orphans()
@@ -200,7 +230,7 @@ def run_stage(
         _wait(pipe, 0.05)
     process.stdout.close()
     lines.end()
-    file.close()
+    output.end()
     seconds = round(time.monotonic() - began, 2)
     outcome, reason = _judge(process.returncode, is_late, limit_s, stop, lines)
     return Result(
@@ -246,7 +276,7 @@ def _read(pipe: int) -> bytes | None:
 
 def _end(process: subprocess.Popen[bytes], take: Callable[[], bool]) -> None:
     """Lets the stage say where it hangs, then kills its group."""
-    for number, seconds in ((signal.SIGABRT, GRACE_S), (signal.SIGKILL, _KILL_S)):
+    for number, seconds in ((signal.SIGABRT, _GRACE_S), (signal.SIGKILL, _KILL_S)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         give_up_at = time.monotonic() + seconds

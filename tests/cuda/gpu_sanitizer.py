@@ -35,17 +35,17 @@ def command(program: str, tool: str, what: str) -> list[str]:
 
 def judge(status: int | None, text: str) -> tuple[str, str]:
     """Returns what a run came to, and why."""
+    # Of memcheck "ERROR SUMMARY: 0 errors", of racecheck "RACECHECK SUMMARY: 0 hazards ...".
+    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", text)
+    if found and int(found[1]):
+        return "failed", found[0]
+    if status == 0 and found:
+        return "ok", ""
     refusal = next((line for line in text.splitlines() if any(r in line for r in _REFUSALS)), "")
     if refusal:
         return "cannot", refusal.strip("= ")
     if status is None:
         return "timed out", "killed"
-    # Of memcheck "ERROR SUMMARY: 0 errors", of racecheck "RACECHECK SUMMARY: 0 hazards ...".
-    found = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", text)
-    if status == 0 and found and int(found[1]) == 0:
-        return "ok", ""
-    if found and int(found[1]):
-        return "failed", found[0]
     return "failed", f"ended with {status}, {found[0] if found else 'no summary'}"
 
 

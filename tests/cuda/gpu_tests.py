@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 CANNOT_EXIT = 77
 TEST_S = 60.0
-PATHS = ["tests/cuda", "tests/bench/test_bench_cuda.py"]
+PATHS = ["tests/cuda"]
 _AT_ONCE = 10  # each has a context of some 500 MiB on the device
 
 
@@ -49,12 +49,14 @@ def collect(marks: str) -> list[str]:
 
 def pytest() -> list[str]:
     # -P: without it the tree's torch_dcpx, which has no extension, hides the installed one.
-    plugins = ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist"]
-    return [sys.executable, "-P", "-X", "faulthandler", "-m", "pytest", *plugins]
+    # A machine's many other plugins are left out, and of warnings that only a GPU brings the log is
+    # to tell, rather than that each of them costs a test.
+    options = ["-p", "timeout", "-p", "no:cacheprovider", "-W", "default"]
+    return [sys.executable, "-P", "-X", "faulthandler", "-m", "pytest", *options]
 
 
-def run(test: str, give_up_at: float) -> Outcome:
-    """Runs one test; kills its processes where it takes too long."""
+def run(test: str, give_up_at: float, folder: Path) -> Outcome:
+    """Runs one test, its files below `folder`; kills its processes where it takes too long."""
     began = time.monotonic()
     limit_s = min(TEST_S * stretch(), give_up_at - began)
     if limit_s < 1:
@@ -63,8 +65,8 @@ def run(test: str, give_up_at: float) -> Outcome:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [
-                *pytest(), "-rs", f"--timeout={max(limit_s - 3, 1):.0f}", "--basetemp",
-                str(Path(tempfile.gettempdir()) / f"on-gpu-{os.getpid()}" / name), test,
+                *pytest(), "-rs", f"--timeout={max(limit_s - 3, 1):.0f}",
+                f"--basetemp={folder / name}", test,
             ],
             stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
         )  # fmt: skip
@@ -79,7 +81,7 @@ def run(test: str, give_up_at: float) -> Outcome:
         text = output.read()
     seconds = round(time.monotonic() - began, 1)
     outcome, reason = judge(status, text)
-    if outcome != "passed":
+    if outcome != "passed" or "warnings summary" in text:
         print(f"---- {test}: {outcome}\n{text}", flush=True)
     return Outcome(test, outcome, seconds, reason)
 
@@ -108,10 +110,12 @@ def _chosen() -> list[str]:
     return ["-k", os.environ["ON_GPU_TESTS"]] if os.environ.get("ON_GPU_TESTS") else []
 
 
-def run_all(tests: Sequence[str], at_once: int, give_up_at: float, found: list[Outcome]) -> None:
+def run_all(
+    tests: Sequence[str], at_once: int, give_up_at: float, folder: Path, found: list[Outcome]
+) -> None:
     """Runs the tests, and adds to `found` what became of each."""
     with ThreadPoolExecutor(max(at_once, 1)) as pool:
-        for done in as_completed([pool.submit(run, test, give_up_at) for test in tests]):
+        for done in as_completed([pool.submit(run, test, give_up_at, folder) for test in tests]):
             one = done.result()
             found.append(one)
             print(f"{one.outcome:9} {one.seconds:5.1f} s  {one.test}  {one.reason}", flush=True)
@@ -141,8 +145,10 @@ def main() -> int:
     exclusive = "Exclusive" in _smi("compute_mode")
     at_once = 1 if exclusive else min(_AT_ONCE, len(os.sched_getaffinity(0)))
     found: list[Outcome] = []
-    run_all(together.result(), at_once, give_up_at, found)
-    run_all(alone.result(), 1, give_up_at, found)
+    prefix = os.environ.get("ON_GPU_PREFIX", "dcpx-") + "tests-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        run_all(together.result(), at_once, give_up_at, Path(name), found)
+        run_all(alone.result(), 1, give_up_at, Path(name), found)
     wrong = [one for one in found if one.outcome not in ("passed", "skipped")]
     skipped = [one for one in found if one.outcome == "skipped"]
     if wrong or not found:

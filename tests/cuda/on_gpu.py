@@ -4,8 +4,8 @@
     tests/cuda/on_gpu.sh full                      at most 8
     tests/cuda/on_gpu.sh full --only moves pack    these, and what installs the package
 
-Each stage has a limit of its own, and whatever it does the next one goes on. `$OUT` then has
-STAGE.log and one line in results.jsonl of each, the figures as figures.md, and summary.txt.
+Each stage has a limit of its own, and whatever it does the next one goes on. `$OUT` then has what
+it printed in stages.log and a line in results.jsonl, the figures as figures.md, and summary.txt.
 Exit status: 0 every stage is ok; 1 one failed or timed out; 2 none, but one cannot run here.
 """
 
@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from gpu_install import wheel_of
 from gpu_runner import (
     CANNOT,
     FAILED,
@@ -34,6 +38,7 @@ from gpu_runner import (
 )
 from gpu_stages import (
     BUILD_S,
+    PREFIX,
     RESERVE_S,
     ROOT,
     STAGES,
@@ -55,7 +60,8 @@ class Run:
         self.mode: str = args.mode
         self.stretch: float = args.stretch
         self.out = out
-        self.site = ROOT / "build" / "on_gpu" / "site"
+        # Another plan may install nothing, and is to find nothing that another Python has left.
+        self.site = (out if args.plan else ROOT / "build" / "on_gpu") / "site"
         self.stop = Stop()
         self.results: list[Result] = []
         self.end_at = time.monotonic() + (args.total or TOTAL_S[self.mode]) * self.stretch
@@ -64,19 +70,32 @@ class Run:
             wanted = {"install", *args.only}
             self.stages = [stage for stage in self.stages if stage.name in wanted]
         self._lines = Log(out / "results.jsonl")
+        self._log = Log(out / "stages.log")
 
     def left_s(self) -> float:
         return self.end_at - RESERVE_S - time.monotonic()
 
     def go(self) -> None:
-        """Runs every stage; each has its line before the next one begins."""
+        """Runs every stage; each has its line and its tables before the next one begins."""
         for stage in self.stages:
             result = self._one(stage)
+            clear_up()
             self.results.append(result)
             self._lines.write((result.as_json() + "\n").encode())
             # Who sees the last few thousand characters of stdout alone is to see every stage.
             say(result.as_json(is_short=not self._lines.is_lost))
-        self._lines.close()
+            self._write("figures.md", figures_page(self.results, is_rehearsal()))
+            self._write("summary.txt", "\n".join(self._summary()) + "\n")
+        for log in (self._lines, self._log):
+            log.close()
+
+    def _summary(self) -> list[str]:
+        return summary_lines(self.results, is_rehearsal())
+
+    def _write(self, name: str, text: str) -> None:
+        log = Log(self.out / name)
+        log.write(text.encode())
+        log.close()
 
     def _one(self, stage: Stage) -> Result:
         if self.stop.signal:
@@ -85,28 +104,19 @@ class Run:
         if outcomes.get(stage.needs, OK) != OK:
             return Result(stage.name, CANNOT, 0.0, None, f"{stage.needs} did not succeed", {})
         limit_s = stage.limit(self.mode) * self.stretch
-        if stage.name == "install" and not has_wheel():
+        if stage.name == "install" and wheel_of("torch-dcpx", ROOT / "dist" / "wheels") is None:
             limit_s = BUILD_S * self.stretch
         limit_s = min(limit_s, self.left_s())
         if limit_s < min(_LEAST_S, stage.limit(self.mode)):
             return Result(stage.name, CANNOT, 0.0, None, "no time left", {})
         say(f"== {stage.name}: {stage.title} (at most {limit_s:.0f} s)")
-        command = filled(stage, sys.executable, self.mode, self.out, limit_s)
-        variables = environment(self.site, self.out, self.mode, limit_s, self.stretch)
-        log = self.out / f"{stage.name}.log"
-        return run_stage(stage.name, command, limit_s, log, self.stop, variables)
+        command = filled(stage, sys.executable, self.mode, limit_s)
+        variables = environment(self.site, self.mode, limit_s, self.stretch)
+        return run_stage(stage.name, command, limit_s, self._log, self.stop, variables)
 
     def finish(self) -> int:
-        """Writes and prints the summary; returns the exit status."""
-        lines = summary_lines(self.results, is_rehearsal())
-        for name, text in (
-            ("figures.md", figures_page(self.results, is_rehearsal())),
-            ("summary.txt", "\n".join(lines) + "\n"),
-        ):
-            log = Log(self.out / name)
-            log.write(text.encode())
-            log.close()
-        say("\n".join(["", *lines]))
+        """Prints the summary; returns the exit status."""
+        say("\n".join(["", *self._summary()]))
         outcomes = {result.outcome for result in self.results}
         if self.stop.signal:
             return 128 + self.stop.signal
@@ -119,8 +129,18 @@ def is_rehearsal() -> bool:
     return os.environ.get("ON_GPU_REHEARSAL") == "1"
 
 
-def has_wheel() -> bool:
-    return any((ROOT / "dist" / "wheels").glob("torch_dcpx-*.whl"))
+def clear_up() -> None:
+    """Removes what a stage that was killed has left, which may be most of the memory."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        for path in Path(folder).glob(f"{PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_limits() -> None:
+    """Allows a file for each tensor, as torch's stager wants it, and no core of gigabytes."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,12 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(args.only or []) - set(names):
         parser.error(f"--only: no stage {', '.join(sorted(unknown))}; there are {', '.join(names)}")
 
-    out = Path(os.environ.get("OUT") or ROOT / "build" / "on_gpu" / "out").resolve()
+    # Not for the stages: a make below them would take it for its own.
+    out = Path(os.environ.pop("OUT", "") or ROOT / "build" / "on_gpu" / "out").resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         say(f"on_gpu: no folder {out}: {error.strerror}; what is printed is all there will be")
     adopt_orphans()
+    set_limits()
     run = Run(args, out)
     run.go()
     return run.finish()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from cuda_states import _warm_processes, assert_same, busy, on_host, ordinals, state_on
@@ -112,14 +114,21 @@ def test_capture_is_refused_and_goes_on() -> None:
     assert torch.equal(copy.cpu(), torch.ones(1000))
 
 
+def pinned() -> list[int]:
+    return [arena.pinned_bytes for arena in process_pool()._arenas]
+
+
 @pytest.mark.alone
 def test_snapshot_takes_no_device_memory_and_pins_its_arena() -> None:
     process_pool().close()
     state = state_on("cuda", 4)
-    stage_tensors(list(state.values()))  # loads the kernel
+    stage_tensors(list(state.values()))  # loads the kernel, and begins to pin
+    give_up_at = time.monotonic() + 30
+    while pinned() != [process_pool().nbytes] and time.monotonic() < give_up_at:
+        time.sleep(0.001)
     torch.cuda.synchronize()
     free = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         stage_tensors(list(state.values()))
     assert torch.cuda.mem_get_info()[0] == free
-    assert [arena.pinned_bytes for arena in process_pool()._arenas] == [process_pool().nbytes]
+    assert pinned() == [process_pool().nbytes]

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import fsdp_killed
+import gpu_doctor
 import gpu_sanitizer
 import gpu_tests
 import pytest
-from conftest import ROOT
+from conftest import ROOT, RunPython
 from gpu_runner import CANNOT, OK, Result
 from gpu_stages import STAGES
 from gpu_tables import figures_page, summary_lines
@@ -28,6 +32,8 @@ from gpu_tables import figures_page, summary_lines
         (1, "========= ERROR SUMMARY: 0 errors", "failed"),
         (0, "no summary at all", "failed"),
         (255, "========= Error: Device not supported. Please refer to", "cannot"),
+        (9, "Failed to initialize a\n========= ERROR SUMMARY: 3 errors", "failed"),
+        (0, "Failed to initialize a\n========= ERROR SUMMARY: 0 errors", "ok"),
         (None, "========= COMPUTE-SANITIZER", "timed out"),
     ],
 )
@@ -50,6 +56,70 @@ def test_pytests_words_are_read(status: int | None, text: str, outcome: str) -> 
     assert gpu_tests.judge(status, text)[0] == outcome
 
 
+def test_cuda_test_may_use_a_folder(tmp_path: Path) -> None:
+    test = tmp_path / "test_tiny.py"
+    test.write_text("def test_a(tmp_path):\n    (tmp_path / 'a').write_text('a')\n")
+    folder = tmp_path / "files"
+    folder.mkdir()
+    outcome = gpu_tests.run(f"{test}::test_a", time.monotonic() + 300, folder)
+    assert (outcome.outcome, outcome.reason) == ("passed", "")
+
+
+def test_main_gives_the_tests_a_folder_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    folders: list[Path] = []
+
+    def note(
+        tests: object, at_once: int, give_up_at: float, folder: Path, found: list[Any]
+    ) -> None:
+        folders.append(folder)
+        seen.append(folder.is_dir())
+        found.append(gpu_tests.Outcome("a", "passed", 0.0, ""))
+
+    monkeypatch.setenv("ON_GPU_REHEARSAL", "1")
+    monkeypatch.setattr(gpu_tests, "collect", lambda _: ["a"])
+    monkeypatch.setattr(gpu_tests, "run_all", note)
+    assert gpu_tests.main() == 0
+    assert seen == [True, True]
+    assert not folders[0].exists()
+
+
+def test_doctor_says_what_the_card_is_before_anything_can_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_doctor, "LIMIT_S", 0.1)
+    assert gpu_doctor.run("sleep", "99") == ""
+    monkeypatch.setattr(gpu_doctor, "run", lambda *_: "NVIDIA H100, 580.159, Default\n")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError):
+        gpu_doctor.main()
+    facts = json.loads(capsys.readouterr().out.partition("FIGURES ")[2])
+    page = figures_page([Result("doctor", "timed out", 30.0, -9, "", facts)], False)
+    assert page.startswith("### NVIDIA H100, driver 580.159, torch ")
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For programs that use the fake driver in the GPU's place, and build it."""
+    monkeypatch.setenv("ON_GPU_REHEARSAL", "1")
+    monkeypatch.setenv("DCPX_CUDA_DRIVER", str(ROOT / "build/fake_cuda/libfakecuda.so"))
+    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "cuda", ROOT / "tests" / "bench"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+
+
+@pytest.mark.usefixtures("rehearsed")
+def test_sanitized_load_that_does_nothing_is_found(run_python: RunPython) -> None:
+    code = """
+import sanitized, torch_dcpx
+torch_dcpx.load = lambda *_, **__: None
+try:
+    sanitized.main("save")
+except AssertionError:
+    print("found")
+"""
+    assert run_python(code).stdout.endswith("found\n")
+
+
 class Jobs:
     """In the place of fsdp_killed's processes: what each of the three ends with."""
 
@@ -65,6 +135,17 @@ class Jobs:
             return self.kill, "SIGKILL in the middle of a save\n"
         end = {"first": self.first, "digest": self.digest if what == "resume" else "d"}
         return 0, f"ENDED {json.dumps(end)}\n"
+
+
+def test_job_without_a_kill_runs_beside_the_one_that_is_killed(tmp_path: Path) -> None:
+    jobs, both = Jobs(tmp_path), threading.Barrier(2)
+
+    def start(what: str, *arguments: str) -> tuple[int, str]:
+        if what == "train":
+            both.wait(20)
+        return jobs(what, *arguments)
+
+    assert fsdp_killed.stage(tmp_path, 8, start) == ""
 
 
 def test_resume_that_is_bit_equal_holds(tmp_path: Path) -> None:
@@ -129,3 +210,4 @@ def test_rehearsal_runs_every_stage_to_its_end(tmp_path: Path) -> None:
     for title in ("To the host", "To the device", "Stall of a save", "Page-locking", "Pieces to"):
         assert f"#### {title}" in page
     assert done.returncode == 2
+    assert len(list((tmp_path / "out").iterdir())) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -9,17 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_install
+import on_gpu
 import pytest
 from conftest import ROOT
-from gpu_runner import CANNOT, FAILED, OK, TIMED_OUT
-from gpu_stages import RESERVE_S, STAGES, TOTAL_S
+from gpu_runner import CANNOT, FAILED, LOG_BYTES, OK, OVERTIME_S, TIMED_OUT, Result
+from gpu_stages import BUILD_S, RESERVE_S, STAGES, TOTAL_S
 
 LATE_S = 300.0  # after which a test gives up; none needs it
 GOOD = {"name": "good", "command": ["sh", "-c", 'echo \'FIGURES {"short": "fine"}\'']}
 LAST = {"name": "last", "command": ["sh", "-c", "echo done"]}
+FILES = ["figures.md", "results.jsonl", "stages.log", "summary.txt"]
 HANG = {
     "name": "hang",
     "command": ["sh", "-c", "echo begun; exec sleep 1000"],
@@ -35,8 +39,9 @@ def start(
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps([{"quick": 200, "full": 200, **stage} for stage in stages]))
     out = {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
+    shell = ["sh", "-c", 'ulimit -Sn 256; exec "$0" "$@"', str(ROOT / "tests/cuda/on_gpu.sh")]
     return subprocess.Popen(
-        [str(ROOT / "tests/cuda/on_gpu.sh"), "quick", "--plan", str(plan), *arguments],
+        [*shell, "quick", "--plan", str(plan), *arguments],
         env={**os.environ, **out, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -85,7 +90,7 @@ def test_stage_that_hangs_is_killed_and_what_it_printed_is_there(tmp_path: Path)
     found = results(tmp_path)
     assert [one["outcome"] for one in found.values()] == [OK, TIMED_OUT, OK]
     assert found["hang"]["reason"] == "killed after 3 s; last line: begun"
-    assert (tmp_path / "out" / "hang.log").read_text() == "begun\n"
+    assert "==== hang\nbegun\n==== last\n" in (tmp_path / "out" / "stages.log").read_text()
     assert found["good"]["figures"] == {"short": "fine"}
     assert status == 1
     assert said.splitlines()[-1].startswith("2 ok, 1 timed out in ")
@@ -96,7 +101,7 @@ def test_python_that_hangs_shows_its_stack(tmp_path: Path) -> None:
     code = "import time\ndef stuck():\n    time.sleep(1000)\nprint('begun')\nstuck()"
     hang = {**HANG, "command": ["{python}", "-c", code], "quick": 10}
     run(tmp_path, [hang])
-    assert "in stuck" in (tmp_path / "out" / "hang.log").read_text()
+    assert "in stuck" in (tmp_path / "out" / "stages.log").read_text()
     assert results(tmp_path)["hang"]["reason"].endswith("last line: begun")
 
 
@@ -109,6 +114,41 @@ def test_stage_that_ignores_signals_is_killed_all_the_same(tmp_path: Path) -> No
     found = results(tmp_path)
     assert found["hang"]["exit"] == -signal.SIGKILL
     assert found["last"]["outcome"] == OK
+
+
+def test_stage_that_prints_without_end_is_killed_and_its_log_is_short(tmp_path: Path) -> None:
+    script = "echo first; yes 2>/dev/null"
+    run(tmp_path, [{"name": "floods", "command": ["sh", "-c", script], "quick": 3}, LAST])
+    found = results(tmp_path)
+    assert [one["outcome"] for one in found.values()] == [TIMED_OUT, OK]
+    assert found["floods"]["seconds"] < 60
+    log = (tmp_path / "out" / "stages.log").read_bytes()
+    assert log.startswith(b"==== floods\nfirst\ny\n")
+    assert b" B are left out]\n" in log
+    assert log.endswith(b"y\n==== last\ndone\n")
+    assert len(log) < LOG_BYTES + 200
+
+
+def test_memory_that_a_killed_stage_has_left_is_given_back(tmp_path: Path) -> None:
+    script = 'mkdir "/dev/shm/${ON_GPU_PREFIX}left"; echo "/dev/shm/${ON_GPU_PREFIX}left"; sleep 99'
+    run(tmp_path, [{**HANG, "command": ["sh", "-c", script]}])
+    left = Path(results(tmp_path)["hang"]["reason"].rpartition(" ")[2])
+    assert left.name.startswith("dcpx-")
+    assert left.name.endswith("-left")
+    assert not left.exists()
+
+
+def test_stage_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path, [{**HANG, "command": ["sh", "-c", "echo pid $$.; exec sleep 99"]}])
+    log = tmp_path / "out" / "stages.log"
+    wait_for(log, ".")
+    process.kill()
+    process.communicate(timeout=LATE_S)
+    pid = int(log.read_text().partition("pid ")[2].partition(".")[0])
+    give_up_at = time.monotonic() + LATE_S
+    while not is_gone(pid):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
 
 
 def test_stage_that_crashes_loses_no_other(tmp_path: Path) -> None:
@@ -166,9 +206,49 @@ def test_whole_run_has_a_deadline(tmp_path: Path) -> None:
     assert status == 1
 
 
-def test_limits_of_all_stages_fit_the_whole() -> None:
-    for mode, total_s in TOTAL_S.items():
-        assert sum(stage.limit(mode) for stage in STAGES) + RESERVE_S <= total_s
+@pytest.mark.parametrize("mode", TOTAL_S)
+def test_what_tells_most_fits_whatever_the_others_take(mode: str) -> None:
+    names = [stage.name for stage in STAGES]
+    telling = STAGES[: names.index("stalls") + 1]
+    assert sum(stage.limit(mode) for stage in telling) + RESERVE_S <= TOTAL_S[mode]
+    assert RESERVE_S > OVERTIME_S
+
+
+def test_all_of_a_run_comes_back_as_few_files(tmp_path: Path) -> None:
+    """A remote tool brings back 8, of 16 MiB each."""
+    plan = [
+        {**stage._asdict(), "needs": "", "command": ["echo", *stage.command]} for stage in STAGES
+    ]
+    run(tmp_path, plan)
+    assert sorted(os.listdir(tmp_path / "out")) == FILES
+    log = (tmp_path / "out" / "stages.log").read_text()
+    assert [line[5:] for line in log.splitlines() if line.startswith("==== ")] == list(
+        results(tmp_path)
+    )
+    assert len(STAGES) * LOG_BYTES < 16 << 20
+    assert str(tmp_path) not in log  # no stage is told where to write more
+
+
+def test_stage_does_not_know_where_its_output_goes(tmp_path: Path) -> None:
+    run(tmp_path, [{"name": "out", "command": ["sh", "-c", 'echo "REASON out=$OUT"']}])
+    assert results(tmp_path)["out"]["reason"] == "out="
+
+
+def test_each_stage_may_have_many_files_open_and_leaves_no_core(tmp_path: Path) -> None:
+    script = "echo REASON $(ulimit -Sn) $(ulimit -Hn) $(ulimit -Sc)"
+    run(tmp_path, [{"name": "limits", "command": ["sh", "-c", script]}])
+    files, most_files, core = results(tmp_path)["limits"]["reason"].split()
+    assert (files, core) == (most_files, "0")
+    assert int(files) > 256
+
+
+def test_summary_and_figures_are_there_before_the_run_ends(tmp_path: Path) -> None:
+    process = start(tmp_path, [GOOD, {**HANG, "quick": 200}])
+    wait_for(tmp_path / "out" / "stages.log", "begun")
+    process.kill()
+    process.communicate(timeout=LATE_S)
+    assert "1 ok in " in (tmp_path / "out" / "summary.txt").read_text()
+    assert (tmp_path / "out" / "figures.md").read_text().startswith("### ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
@@ -176,7 +256,7 @@ def test_signal_to_the_run_ends_it_with_its_lines_and_summary(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     process = start(tmp_path, [GOOD, {**HANG, "quick": 200}, LAST])
-    wait_for(tmp_path / "out" / "hang.log", "begun")
+    wait_for(tmp_path / "out" / "stages.log", "begun")
     process.send_signal(number)
     said, _ = process.communicate(timeout=LATE_S)
     found = results(tmp_path)
@@ -190,7 +270,7 @@ def full_out(tmp_path: Path) -> Path:
     """Returns an $OUT in which nothing can be written: every file is /dev/full."""
     out = tmp_path / "out"
     out.mkdir()
-    for name in ("results.jsonl", "good.log", "last.log", "summary.txt", "figures.md"):
+    for name in FILES:
         (out / name).symlink_to("/dev/full")
     return out
 
@@ -216,11 +296,11 @@ def test_out_that_fills_up_loses_no_stage(tmp_path: Path) -> None:
     try:
         writes = {"name": "writes", "command": ["sh", "-c", "yes | head -c 1000000; echo end"]}
         status, said = run(tmp_path, [GOOD, writes, LAST])
-        assert (out / "writes.log").read_text().startswith("y\ny\n")
+        assert "==== writes\ny\ny\n" in (out / "stages.log").read_text()
     finally:
         subprocess.run(["umount", "-l", str(out)], check=True)
     assert [one["outcome"] for one in lines_of(said).values()] == [OK, OK, OK]
-    assert "writes.log is not written any more: No space left on device" in said
+    assert "stages.log is not written any more: No space left on device" in said
     assert status == 0
 
 
@@ -274,7 +354,42 @@ def test_wheel_of_another_tree_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     for folder in ("torch_dcpx", "site/torch_dcpx"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "a.py").write_text("same")
-    assert gpu_install.strangers(tmp_path / "site") == []
+    assert gpu_install.strangers(tmp_path / "site", None) == []
     (tmp_path / "torch_dcpx" / "a.py").write_text("changed")
     (tmp_path / "torch_dcpx" / "b.py").write_text("new")
-    assert gpu_install.strangers(tmp_path / "site") == ["a.py", "b.py"]
+    assert gpu_install.strangers(tmp_path / "site", None) == ["a.py", "b.py"]
+
+
+def test_wheel_of_other_cpp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_install, "ROOT", tmp_path)
+    for folder in ("csrc/device", "dist/wheels"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("setup.py", "csrc/device/a.cpp"):
+        (tmp_path / name).write_text("same")
+    wheel = tmp_path / "dist" / "wheels" / "a.whl"
+    script = [sys.executable, str(ROOT / "tests/cuda/gpu_install.py"), "--digest", str(tmp_path)]
+    made_of = subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    assert gpu_install.strangers(tmp_path, wheel) == ["csrc"]  # nobody says what it is made of
+    (wheel.parent / "csrc.sha256").write_text(made_of)
+    assert gpu_install.strangers(tmp_path, wheel) == []
+    (tmp_path / "csrc/device/a.cpp").write_text("changed")
+    assert gpu_install.strangers(tmp_path, wheel) == ["csrc"]
+
+
+def test_wheel_of_another_python_is_no_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dist" / "wheels").mkdir(parents=True)
+    (tmp_path / "dist" / "wheels" / "torch_dcpx-1.0-cp27-cp27m-manylinux_2_28_x86_64.whl").touch()
+    seen: list[float] = []
+
+    def note(name: str, command: object, limit_s: float, *_: object) -> Result:
+        seen.append(limit_s)
+        return Result(name, OK, 0.0, 0, "", {})
+
+    monkeypatch.setattr(on_gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(on_gpu, "run_stage", note)
+    monkeypatch.setattr(on_gpu, "Stop", lambda: SimpleNamespace(signal=0))
+    args = argparse.Namespace(mode="quick", stretch=1.0, total=None, plan=None, only=["install"])
+    on_gpu.Run(args, tmp_path).go()
+    assert seen == [BUILD_S]
