@@ -4,8 +4,7 @@
 #               its torch, and installs only the tools that it lacks
 #   TORCH=X.Y.Z the torch to install (2.13.0)
 #   PYTHON=EXE  the Python that makes the environments (python3)
-#   JOBS=N      compiler and test processes at once (MAX_JOBS, else cores; of tests at most 8, and of
-#               those of `make test` one more)
+#   JOBS=N      compiler processes at once (MAX_JOBS, else cores), test processes one more, at most 8
 #   WHEEL=PATH  the wheel that `make test-torch` tests, or a folder that has one for this Python (one
 #               made of this tree)
 #   WHEEL_ARGS  more arguments for wheels.py, for example WHEEL_ARGS="--pythons 3.11"
@@ -65,7 +64,8 @@ RUNTIME_address := env LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -p
 	ASAN_OPTIONS=detect_leaks=0
 RUNTIME_thread := env LD_PRELOAD="$$(c++ -print-file-name=libtsan.so)"
 # Neighbours in the order of the tests stay in one process: they share a module's fixtures.
-TEST_JOBS := -n $(JOBS) --maxprocesses 8 --dist worksteal
+# One process more than cores, as many tests wait for others.
+TEST_JOBS := -n $(shell expr $(JOBS) + 1) --maxprocesses 8 --dist worksteal
 PYTEST = $(SPEAK) $(RUNTIME_$(DCPX_SANITIZE)) $(PY) -m pytest $(TEST_JOBS)
 
 FAKE_CUDA := build/fake_cuda/libfakecuda.so
@@ -96,23 +96,22 @@ help:
 demo: build
 	$(SPEAK) $(PY) examples/train_resume.py
 
-# Of these two: one process more than cores, as many tests wait for others.
 test: build $(FAKE_CUDA)
-	$(PYTEST) -n $(shell expr $(JOBS) + 1) $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-all: build $(FAKE_CUDA) $(AZURITE)
 	$(DISK_TOOLS)
-	DCPX_STRICT=1 $(PYTEST) -n $(shell expr $(JOBS) + 1) --everything $(addprefix --shard=,$(SHARD)) $(PYTEST_ARGS)
+	DCPX_STRICT=1 $(PYTEST) --everything $(addprefix --shard=,$(SHARD)) $(PYTEST_ARGS)
 
 # The seconds of each slow test on this machine, which is to be idle and of the slower kind.
 durations:
 	DURATIONS=tests/durations.json .ci/run
 
 bench: build $(S)/bench
-	$(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
+	$(SPEAK) $(PY) tests/bench/save.py --quick --json build/bench/quick.json $(BENCH_ARGS)
 	$(PY) tests/bench/tables.py build/bench/quick.json --page build/bench/quick.md
 	$(PY) tests/bench/plot.py build/bench/quick.md save --svg build/bench/quick.svg
-	$(PY) tests/bench/load.py --quick --json build/bench/quick-load.json $(LOAD_ARGS)
+	$(SPEAK) $(PY) tests/bench/load.py --quick --json build/bench/quick-load.json $(LOAD_ARGS)
 	$(PY) tests/bench/tables.py build/bench/quick-load.json --page build/bench/quick.md
 	$(PY) tests/bench/plot.py build/bench/quick.md load --svg build/bench/quick-load.svg
 
@@ -268,8 +267,8 @@ GPU_VENV := .venv-gpu
 GPU_ARGS ?= quick
 rehearse-gpu: $(FAKE_CUDA) $(GPU_VENV)/stamps/machine
 	@ls dist/wheels/torch_dcpx-*-cp312-*.whl build/on_gpu/wheels/*.whl >/dev/null 2>&1 \
-		|| PYTHON=$(GPU_VENV)/bin/python tests/cuda/carry.sh
-	PYTHON=$(GPU_VENV)/bin/python tests/cuda/rehearse.sh $(GPU_ARGS)
+		|| PYTHON=$(GPU_VENV)/bin/python $(SPEAK) tests/cuda/carry.sh
+	PYTHON=$(GPU_VENV)/bin/python $(SPEAK) tests/cuda/rehearse.sh $(GPU_ARGS)
 
 $(GPU_VENV)/stamps/machine: requirements/gpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' \

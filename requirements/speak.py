@@ -30,6 +30,7 @@ import tempfile
 import termios
 import time
 import tty
+from collections.abc import Iterable
 from pathlib import Path
 
 NOTES = "DCPX_UNDER_WAY"  # the file for pytest's notes
@@ -49,7 +50,6 @@ def main() -> None:
     options = parser.parse_args()
     if not options.command:
         parser.error("no command")
-    _hold_standard_descriptors()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGWINCH})
     with tempfile.NamedTemporaryFile(prefix="under_way.") as notes:
         status = Spoken(options.command, options.after, Path(notes.name), before).run()
@@ -60,14 +60,6 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-status})
         os.kill(os.getpid(), -status)
     sys.exit(status)
-
-
-def _hold_standard_descriptors() -> None:
-    """Keeps the numbers 0 to 2 from other files where they are closed, as they are for the
-    command: what is opened here is closed when it starts."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 class Channel:
@@ -184,7 +176,7 @@ class Spoken:
         if not said:
             known = [self._progress.decode()]
             known += [self._packages.so_far(self._child.pid)] if self._packages else []
-            known += [_listed(_running(self._child.pid))]
+            known += [_listed((_named(w), age) for age, w in _running(self._child.pid) if w)]
             said = ", ".join(filter(None, known))
         start = "\n" if self._is_line_open else ""
         self._is_line_open = False
@@ -203,7 +195,7 @@ def _open_channels() -> dict[int, Channel]:
             flags = fcntl.fcntl(target, fcntl.F_GETFD)
         except OSError:
             continue
-        if flags & fcntl.FD_CLOEXEC:  # held, not open
+        if flags & fcntl.FD_CLOEXEC:  # a file of this program: it was closed, as for the command
             continue
         same = 1 in channels and os.path.sameopenfile(1, target)
         channels[target] = channels[1] if target == 2 and same else Channel(target)
@@ -254,11 +246,13 @@ def _running(root: int) -> list[tuple[float, list[str]]]:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             found.append((now - started[pid], words[:-1]))
-    return sorted(found, key=lambda one: -one[0])
+    return found
 
 
-def _listed(running: list[tuple[float, list[str]]]) -> str:
-    names = [f"{_named(words)} ({_span(age)})" for age, words in running if words]
+def _listed(running: Iterable[tuple[str, float]]) -> str:
+    """Returns the names, the oldest first, and their ages; the first few."""
+    oldest = sorted(running, key=lambda one: -one[1])
+    names = [f"{name} ({_span(age)})" for name, age in oldest]
     more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
     return ", ".join([*names[:_MAX_NAMES], *more])
 
@@ -341,12 +335,8 @@ class _Tests:
         if self._stage or not self._total:
             return self._stage
         now = time.monotonic()
-        names = [
-            f"{name} ({_span(now - at)})"
-            for name, at in sorted(self._running.items(), key=lambda one: one[1])
-        ]
-        more = [f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-        return ", ".join([f"{self._done} of {self._total} tests done", *names[:_MAX_NAMES], *more])
+        running = _listed((name, now - at) for name, at in self._running.items())
+        return ", ".join(filter(None, [f"{self._done} of {self._total} tests done", running]))
 
 
 if __name__ == "__main__":

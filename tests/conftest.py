@@ -40,6 +40,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Before torch is imported, here and in children: OpenMP's threads, which by default spin while they
 # wait for work, took half of all that the tests took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A make that a test runs is none of the make that runs the tests: that one's variables are not its.
+for _name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"):
+    os.environ.pop(_name, None)
 
 pytest_plugins = [
     "fake_cuda.fixture",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.machine import points
+from support.machine import points, seconds
 
 CPP = Path(__file__).parent
 OUT = ROOT / "build" / "cpp"
@@ -24,15 +24,14 @@ def make(target: str) -> None:
     done = subprocess.run(
         ["make", "--no-print-directory", f"-j{len(os.sched_getaffinity(0))}", target,
          f"FUZZ_ROUNDS={points(FUZZ_ROUNDS)}"],
-        cwd=CPP, env={k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=CPP, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-20_000:]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # the first one compiles csrc
+@pytest.mark.timeout(seconds(3600))  # the first one compiles csrc
 @pytest.mark.parametrize("target", BINARIES)
 def test_the_sanitizers_find_nothing(target: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)

@@ -289,7 +289,7 @@ def sweep(directory: Path, seed: int, name: str, *, share: float) -> None:
                 assert isinstance(error, DcpxError), (offset, error)
                 assert error.path == str(path), (offset, error)
                 refused += 1
-    assert refused > share * 1000
+    assert refused > share * 300  # of 1,500 and more
     print(f"{name}: {path.stat().st_size} bytes, share {share}: {refused} refused, 0 silent")
 
 

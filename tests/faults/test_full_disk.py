@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
-from support.machine import seconds, stride
+from support.machine import seconds, spread, stride
 from support.saves import assert_loads, assert_whole, files_in, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -109,13 +109,15 @@ def fill(path: Path, spare: int) -> None:
 
 @pytest.mark.root
 @pytest.mark.usefixtures("no_leaks")
-def test_every_size_around_the_last_free_byte_is_saved_whole_or_refused_whole(disk: Path) -> None:
+def test_every_size_around_the_last_free_byte_is_saved_whole_or_refused_whole(
+    disk: Path, seed: int
+) -> None:
     """The disk fills up at the data, the footer, the lock's note, or `.metadata`."""
     ckpt = disk / "ckpt"
     save(state_of(0, 1 << 20), ckpt)
     filler = disk / "filler"
     current, refused, saved = state_of(0, 1 << 20), 0, 0
-    for spare in [*range(0, 1176 << 10, stride(24) << 10), 1176 << 10]:
+    for spare in (size << 10 for size in (*spread(1176, seed, 24), 1176)):
         filler.unlink(missing_ok=True)
         fill(filler, spare)
         state = state_of(spare, 1 << 20)

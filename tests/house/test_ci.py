@@ -23,12 +23,12 @@ from support.warm import warm_parent
 
 # ---- .ci/run ------------------------------------------------------------------------------------
 
-# A make that notes its calls as JSON, and fails at one of them.
+# A make that notes its calls as JSON, and fails where a word of its call is FAILING.
 MAKE = """#!/usr/bin/env python3
 import json, os, sys
 with open(os.environ["CALLS"], "a") as file:
     print(json.dumps([sys.argv[1:], os.environ.get("DCPX_STRICT", "")]), file=file)
-sys.exit(sys.argv[1] == os.environ["FAILING"])
+sys.exit(os.environ["FAILING"] in " ".join(sys.argv[1:]).replace("=", " ").split())
 """
 CALLS = ["lint", "test-all", "test", "test-all"]
 
@@ -65,14 +65,27 @@ def test_ci_takes_lint_the_tests_and_slow_ones_until_its_minutes_are_used(
     done, calls = ci_run(tmp_path, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [arguments[0] for arguments, _ in calls] == CALLS
-    assert done.stdout.startswith(
-        f"== {until} minutes, measuring how slow this machine is, at 0:00"
-    )
+    assert done.stdout.startswith(f"== {until} minutes, measuring how slow this machine is, at ")
     assert "its slowness is 1.25, at 0:" in done.stdout
     (_, (core, _), (fast, _), (others, _)) = calls
     assert "--core" in core[1] and "--until" not in core[1]
     assert limit(fast[1]) == pytest.approx(75, abs=seconds(1))
     assert limit(others[1]) == pytest.approx(until, abs=seconds(1))
+
+
+@pytest.mark.root
+def test_ci_does_not_read_slow_tests_for_which_there_is_no_time(tmp_path: Path) -> None:
+    clock = tmp_path / "bin" / "date"  # each look at it is five minutes later
+    clock.parent.mkdir()
+    clock.write_text(
+        f"#!/bin/sh\necho x >> {clock}.looks\necho $((300 * $(wc -l < {clock}.looks)))\n"
+    )
+    clock.chmod(0o755)
+    for minutes, late in (("15", True), ("75", False)):
+        (tmp_path / "bin" / "date.looks").unlink(missing_ok=True)
+        done, calls = ci_run(tmp_path, CI_MINUTES=minutes)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("-n0 --too-late" in calls[3][0][1]) == late
 
 
 @pytest.mark.root
@@ -92,29 +105,40 @@ def test_ci_refuses_minutes_that_are_none(tmp_path: Path, minutes: str) -> None:
     assert f"CI_MINUTES={minutes}: expected minutes, 1 to 999" in done.stderr
 
 
+FAILING = ["lint", "--core", "test", "--draw"]
+
+
 @pytest.mark.root
-@pytest.mark.parametrize("failing", ["lint", "test", "test-all"])
-def test_ci_fails_where_one_of_its_targets_does(tmp_path: Path, failing: str) -> None:
+@pytest.mark.parametrize(("number", "failing"), list(enumerate(FAILING)))
+def test_ci_fails_where_one_of_its_calls_does(tmp_path: Path, number: int, failing: str) -> None:
     done, calls = ci_run(tmp_path, failing)
     assert done.returncode != 0
-    assert calls[-1][0][0] == failing
+    assert [arguments[0] for arguments, _ in calls] == CALLS[: number + 1]
+
+
+def test_ci_says_what_needs_root_and_takes_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    somebody = tmp_path / "bin" / "id"
+    somebody.write_text("#!/bin/sh\necho 1000\n")
+    somebody.chmod(0o755)
+    done, calls = ci_run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [arguments[0] for arguments, _ in calls] == ["lint", "test"]
+    said = "all slow tests: they need root and loop devices\n"
+    assert said in done.stdout
+    assert (tmp_path / "build" / "ci" / "not_run.txt").read_text() == said
 
 
 # ---- Each test is in it -------------------------------------------------------------------------
 
-# Given to pytest by `-p`: prints the tests of a run, and whether conftest.py has set each aside.
+# Given to pytest by `-p`: prints the tests of a run.
 LISTS_TESTS = """
 import json
 import pytest
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    def is_set_aside(item):
-        reasons = [mark.kwargs.get("reason", "") for mark in item.iter_markers("skip")]
-        return any("runs in `make test-all`" in reason for reason in reasons)
-
-    found = [(item.nodeid, is_set_aside(item)) for item in session.items]
-    print("TESTS", json.dumps(found), flush=True)
+    print("TESTS", json.dumps([item.nodeid for item in session.items]), flush=True)
 """
 
 
@@ -129,8 +153,8 @@ def pytest_arguments(call: list[str], strict: str) -> list[str]:
     return shlex.split(line.split(" -m pytest", 1)[1])
 
 
-def collected(folder: Path, arguments: list[str], hash_seed: str) -> list[tuple[str, bool]]:
-    """Returns the tests that pytest would run with these arguments, and which are set aside."""
+def collected(folder: Path, arguments: list[str], hash_seed: str) -> list[str]:
+    """Returns the tests that pytest would run with these arguments."""
     (folder / "lists_tests.py").write_text(LISTS_TESTS)
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     done = subprocess.run(
@@ -141,32 +165,30 @@ def collected(folder: Path, arguments: list[str], hash_seed: str) -> list[tuple[
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("TESTS ")]
     assert len(lines) == 1, done.stdout + done.stderr
-    (line,) = lines
-    return [(name, is_set_aside) for name, is_set_aside in json.loads(line[6:])]
+    found: list[str] = json.loads(lines[0].removeprefix("TESTS "))
+    return found
 
 
-@pytest.mark.slow  # it collects all tests twice, and the core
+@pytest.mark.slow  # it collects all tests twice
 @pytest.mark.root
 @pytest.mark.timeout(1800)
 def test_each_test_is_in_ci_once_and_has_one_name_in_all_processes(tmp_path: Path) -> None:
     _, (_, *calls) = ci_run(tmp_path)
-    runs, names = [], []
-    for number, (call, strict) in enumerate(calls):
-        tests = collected(tmp_path, pytest_arguments(call, strict), hash_seed=str(number))
-        runs += [name for name, is_set_aside in tests if not is_set_aside]
-        names.append({name for name, _ in tests})
-    first, fast, others = names
-    assert first == set(core())
-    assert first | others < fast, "pytest-xdist wants one name of a test in each process"
-    assert fast == set(runs)
-    assert [name for name, times in collections.Counter(runs).items() if times != 1] == []
-    gone = durations().keys() - first - others
-    assert len(gone) < len(others) / 10, "`make durations` measures them anew"
-    folders = {Path(name).parts[1] for name in fast}
+    first, fast, others, every = (
+        collected(tmp_path, pytest_arguments(call, strict), hash_seed=str(number))
+        for number, (call, strict) in enumerate([*calls, (["test-all"], "1")])
+    )
+    assert set(first) == set(core())
+    runs = collections.Counter([*first, *fast, *others])
+    assert [name for name, times in runs.items() if times != 1] == []
+    assert runs.keys() == set(every), "pytest-xdist wants one name of a test in each process"
+    unlike = durations().keys() ^ {*first, *others}  # gone, or not measured
+    assert len(unlike) < len(others) / 10, "`make durations` measures them anew"
+    folders = {Path(name).parts[1] for name in every}
     assert "house" in folders
     assert "frameworks" not in folders, "they run in environments of `make test-frameworks`"
     assert "pages" not in folders, "they run in a browser, by `make test-pages`"
-    addresses = [name for name in fast if re.search(r" at 0x[0-9a-f]+", name)]
+    addresses = [name for name in every if re.search(r" at 0x[0-9a-f]+", name)]
     assert addresses == [], "no sample is drawn again by its seed"
 
 

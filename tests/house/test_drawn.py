@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from support import drawn
+from support.machine import seconds
 
 SUITE = """
+import time
+
 import pytest
 
 @pytest.mark.slow
@@ -25,6 +28,7 @@ def test_core(n):
 @pytest.mark.slow
 @pytest.mark.parametrize("n", range(20))
 def test_other(n):
+    time.sleep(max(0, {waiting_until} - time.time() + 0.1))
     assert n != {failing_other}
 """
 
@@ -33,7 +37,7 @@ class Suite:
     """Six tests of a core and twenty others, run by pytest in a folder of their own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.core = [f"test_suite.py::test_core[{n}]" for n in range(6)]
         self.others = [f"test_suite.py::test_other[{n}]" for n in range(20)]
         (folder / "core.txt").write_text("# the core\n\n" + "\n".join(self.core) + "\n")
@@ -43,22 +47,22 @@ class Suite:
         (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
 
     def run(
-        self, *options: str, failing_core: int = -1, failing_other: int = -1, processes: int = 2
+        self, *options: str, processes: int = 2, **given: float
     ) -> subprocess.CompletedProcess[str]:
-        text = SUITE.format(failing_core=failing_core, failing_other=failing_other)
-        (self._folder / "test_suite.py").write_text(text)
-        path = os.pathsep.join([str(self._folder), *filter(None, sys.path)])
+        numbers = {"failing_core": -1, "failing_other": -1, "waiting_until": 0.0}
+        (self.folder / "test_suite.py").write_text(SUITE.format(**numbers | given))
+        path = os.pathsep.join([str(self.folder), *filter(None, sys.path)])
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-v", "-p", "places", "-p", "support.drawn",
              "-p", "no:cacheprovider", "-p", "no:warnings", "-p", "xdist",
              f"-n{processes}", "--dist", "load", "--maxschedchunk", "1", *options],
-            cwd=self._folder,
+            cwd=self.folder,
             env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True, text=True,
         )  # fmt: skip
 
     def not_run(self) -> list[str]:
-        return (self._folder / drawn.NOT_RUN).read_text().split()
+        return (self.folder / drawn.NOT_RUN).read_text().split()
 
 
 def ran(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -101,6 +105,24 @@ def test_the_core_runs_whole_and_alone_the_longest_first(suite: Suite, processes
     assert re.fullmatch(r"=+ 6 passed in .* =+", done.stdout.splitlines()[-1])
 
 
+def test_too_late_names_the_tests_whose_seconds_are_known_and_collects_none(suite: Suite) -> None:
+    seconds = dict.fromkeys([*suite.core, *suite.others[:7]], 1.0)
+    (suite.folder / "durations.json").write_text(json.dumps({"seconds": seconds}))
+    done = suite.run("--draw=abc", f"--until={past()}", "--too-late", processes=0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert suite.not_run() == sorted(suite.others[:7])
+    assert "0 of 7 tests ran, drawn by abc; 7 did not begin in the time" in done.stdout
+    assert re.fullmatch(r"=+ no tests ran in .* =+", done.stdout.splitlines()[-1])
+
+
+def test_a_test_that_has_begun_ends_and_no_other_begins(suite: Suite) -> None:
+    until = time.time() + seconds(10)
+    done = suite.run("--draw=abc", f"--until={until}", waiting_until=until, processes=0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(suite.not_run()) == 19
+    assert re.fullmatch(r"=+ 1 passed, .* =+", done.stdout.splitlines()[-1])
+
+
 def test_what_failed_fails_the_run(suite: Suite) -> None:
     done = suite.run("--draw=abc", f"--until={future()}", failing_other=3)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -119,7 +141,7 @@ def test_tests_begin_in_the_order_that_the_text_draws(suite: Suite) -> None:
 def test_shards_take_each_test_once(suite: Suite) -> None:
     found = [ran(suite.run(f"--shard={k}/3", processes=0)) for k in (1, 2, 3)]
     assert sorted(name for part in found for name in part) == sorted([*suite.core, *suite.others])
-    assert suite.core[3] in found[0] and len(found[0]) == 1  # nine seconds are a part of their own
+    assert max(map(len, found)) - min(map(len, found)) <= 1  # one is measured: the mean of all
 
 
 def test_no_shard_is_refused(suite: Suite) -> None:
@@ -140,7 +162,7 @@ def test_durations_of_what_ran_take_the_place_of_older_ones(suite: Suite, tmp_pa
     suite.run("--draw=abc", *options, processes=0)
     found = json.loads(path.read_text())
     assert found["seconds"].keys() == {*suite.core, *suite.others}
-    assert found["before_s"] >= 60 and found["slowness"] > 0 and found["slow_tests"] == 26
+    assert found["before_s"] >= 60 and found["slowness"] > 0
 
 
 # ---- tests/core.txt and tests/durations.json ----------------------------------------------------
@@ -164,18 +186,18 @@ def begun(measured: dict[str, float], text: str, time_s: float) -> set[str]:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="of 802 slow tests 274 are measured, beside other work, and so was what comes before",
+    reason="measured beside other work; what comes before is 552 s so, and the 1,084 s that `make "
+    "test` takes on the slowest machine seen: 0.19 of the tests a landing, 0.26 are wanted",
 )
 def test_each_slow_test_is_drawn_within_ten_landings_on_a_slow_machine() -> None:
     found = json.loads((ROOT / "tests" / "durations.json").read_text())
-    seconds = dict(found["seconds"])
-    mean = sum(seconds.values()) / len(seconds)
-    seconds |= {f"not measured {n}": mean for n in range(found["slow_tests"] - len(seconds))}
+    measured = dict(found["seconds"])
     minutes = re.search(r"MINUTES=\$\{CI_MINUTES:-(\d+)\}", (ROOT / ".ci" / "run").read_text())
     time_s = int(minutes[1]) * 60 - found["before_s"]
-    draws = [begun(seconds, str(n), time_s) for n in range(300)]
-    others = seconds.keys() - set(drawn.core())
-    shares = {name: sum(name in taken for taken in draws) / len(draws) for name in others}
-    least = min(shares, key=lambda name: shares[name])
-    print(f"{len(others)} tests; the least likely: {least}, {shares[least]:.2f} a landing")
-    assert 1 - (1 - shares[least]) ** LANDINGS >= WANTED, f"{least}: {shares[least]}"
+    others = measured.keys() - set(drawn.core())
+    # Of all tests, as each is as likely as any other to be among the first: over 300 draws the mean
+    # is within a hundredth, while the least of 800 is a matter of luck.
+    draws = [begun(measured, str(n), time_s) for n in range(300)]
+    share = sum(map(len, draws)) / len(draws) / len(others)
+    print(f"{len(others)} tests, {share:.3f} of them a landing")
+    assert 1 - (1 - share) ** LANDINGS >= WANTED, share

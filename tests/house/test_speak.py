@@ -19,16 +19,17 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.silence import listen, longest_silence, output
+from support.machine import seconds
+from support.silence import listen, longest_silence, output, read_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts several processes
+pytestmark = pytest.mark.slow  # each starts several processes
 
 SPEAK = [sys.executable, "-S", str(ROOT / "requirements" / "speak.py"), "--after", "0.1"]
 QUIET = [*SPEAK[:-1], "3600"]
 terminal_or_pipe = pytest.mark.parametrize("is_terminal", [False, True], ids=["pipe", "terminal"])
 
 
-def read_until(reading: int, pattern: str, times: int = 1, within_s: float = 120) -> str:
+def read_until(reading: int, pattern: str, times: int = 1, within_s: float = seconds(120)) -> str:
     """Returns what was read until the pattern was there so often."""
     text, give_up_at = "", time.monotonic() + within_s
     while len(re.findall(pattern, text)) < times:
@@ -42,15 +43,7 @@ def read_until(reading: int, pattern: str, times: int = 1, within_s: float = 120
 
 def rest(reading: int) -> str:
     """Returns what is still to come, to the end."""
-    text = b""
-    while True:
-        try:
-            data = os.read(reading, 1 << 16)
-        except OSError:  # the end of a terminal
-            data = b""
-        if not data:
-            return text.decode()
-        text += data
+    return b"".join(read_all(reading)).decode()
 
 
 class Waiting:
@@ -72,7 +65,7 @@ class Waiting:
         assert self.child.stdin is not None
         self.child.stdin.close()
         said = rest(self.reading)
-        return self.child.wait(60), said
+        return self.child.wait(seconds(60)), said
 
     def close(self) -> None:
         os.close(self.reading)
@@ -241,7 +234,7 @@ def test_output_that_nobody_reads_ends_the_command_as_without_it() -> None:
             child = subprocess.Popen([*prefix, "yes"], stdout=given)
             os.close(given)
             assert os.read(reading, 2) == b"y\n"
-        assert child.wait(60) == -signal.SIGPIPE
+        assert child.wait(seconds(60)) == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize("child", ["sleep 3600", "yes"])
@@ -310,7 +303,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_command_once() -> None:
         read_until(reading, "got")
         speak.send_signal(signal.SIGUSR1)
         assert read_until(reading, "seen.*\n").splitlines()[-1] == "seen [2]"
-        assert speak.wait(60) == 9
+        assert speak.wait(seconds(60)) == 9
 
 
 def test_jobs_of_make_are_shared_with_a_make_under_it(tmp_path: Path) -> None:
@@ -319,10 +312,8 @@ def test_jobs_of_make_are_shared_with_a_make_under_it(tmp_path: Path) -> None:
         "a:\n\t@echo of a; cat fifo\nb:\n\t@echo of b > fifo\n"
     )
     os.mkfifo(tmp_path / "fifo")  # a and b wait for each other
-    # Under `make test-all` a make is one of level 1, and says where it is.
-    alone = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         ["make", "-j2", "all"],
-        cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=seconds(120),
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "of a\nof b\n", "")

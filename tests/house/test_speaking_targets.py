@@ -10,6 +10,7 @@ LONG = re.compile(
     r"-m (?:pip|pytest|build|venv|mypy|ruff|mkdocs)\b|bin/pytest"
     r"|\bapt-get install|\bnpm (?:ci|pack)|setup\.py -q"
     r"|/clang-(?:format|tidy)|\$\(MAKE\) .*(?:-C|tidy\b)|wheels\.py|train_resume\.py"
+    r"|bench/(?:save|load)\.py|/(?:carry|rehearse)\.sh"
 )
 # Under a command that speaks, or over at once.
 QUIET = ("clang-tidy --quiet", "tidy=(", "-C tests/cpp clean", "'$(PYTHON) -m venv' failed")

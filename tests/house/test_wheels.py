@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.machine import seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = platform.machine()
@@ -152,7 +153,7 @@ def test_make_test_torch_takes_a_file_a_folder_or_makes_one(wheel: str, installe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)  # two builds, each with its own limit: a busy machine takes long
+@pytest.mark.timeout(seconds(2100))  # two builds, each with its own limit
 def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) -> None:
     """In two folders, under two umasks; the audit of `make wheels` is part of each."""
     probe = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", "probe", "ziglang"]
@@ -178,7 +179,7 @@ def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) ->
             umask=umask,
             capture_output=True,
             text=True,
-            timeout=1150,
+            timeout=seconds(1000),
         )
         assert made.returncode == 0, made.stdout + made.stderr
         (wheel,) = (tmp_path / folder / "out").glob("*.whl")

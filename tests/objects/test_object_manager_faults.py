@@ -120,7 +120,7 @@ def test_no_fault_of_any_request_of_a_save_loses_anything(
 ) -> None:
     base = root.base()
     requests = _requests_of(root, base, lambda: _job(root, 4))
-    for number in spread(len(range(_turn(how), len(requests), 3)), seed):
+    for number in spread(len(range(_turn(how), len(requests), 3)), seed, 2):
         _saves_with_fault(root, base, (4,), _turn(how) + 3 * number, how, tries)
 
 
@@ -304,7 +304,7 @@ def test_every_fault_of_every_request_of_a_call_loses_nothing(
 ) -> None:
     base = _base_of(root, call)
     requests = _requests_of(root, base, lambda: call(manager_of(root.url)))
-    for number in spread(len(requests), seed):
+    for number in spread(len(requests), seed, 2):
         _call_with_fault(root, base, call, number, how, tries)
 
 

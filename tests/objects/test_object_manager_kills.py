@@ -16,7 +16,7 @@ from object_manager_outcomes import Root
 from object_managers import manager_of, save_steps
 from object_outcomes import retries
 from object_victims import killed_at
-from support.machine import points, stride
+from support.machine import points, spread
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
 
@@ -90,10 +90,10 @@ def test_job_killed_at_a_request_is_continued_and_cleaned_up(victims: Victims, s
 @pytest.mark.slow
 @pytest.mark.parametrize("is_done", [False, True])
 def test_job_killed_at_any_request_is_continued_and_cleaned_up(
-    victims: Victims, is_done: bool
+    victims: Victims, seed: int, is_done: bool
 ) -> None:
     seen = []
-    for number in range(is_done, _MOST, stride(2)):  # before one request, behind the next
+    for number in spread(_MOST, seed + is_done, 2):  # before one request, behind the next
         killed = victims.killed_at(number, is_done=is_done)
         seen.append(len(killed.commits))
         if killed.status == 0:

@@ -5,8 +5,9 @@
     --draw=TEXT            the others, in an order that TEXT draws
     --until=TIME           no test begins after it (seconds since 1970); what did not begin is no
                            failure, and is named in build/ci/not_run.txt
+    --too-late             collects and begins none: names those that tests/durations.json has
     --durations-to=FILE    notes the seconds of slow tests there, as in tests/durations.json
-    --began=TIME           when the run began whose time that file has, too: before lint and build
+    --began=TIME           when the run began; that file has the time from then to these tests, too
 
 A test that has begun ends.
 """
@@ -47,9 +48,11 @@ def order(names: list[str], text: str) -> list[str]:
     return sorted(others, key=lambda name: hashlib.sha256(f"{text} {name}".encode()).digest())
 
 
-def shard(names: list[str], number: int, count: int) -> set[str]:
+def shard(names: list[str], slow: set[str], number: int, count: int) -> set[str]:
     """Returns the tests of one of `count` parts. Fast tests of a file stay together."""
-    long = durations()
+    known = durations()
+    mean = sum(known.values()) / len(known)
+    long = {name: known.get(name, mean) for name in names if name in slow}
     units: dict[str, list[str]] = collections.defaultdict(list)
     for name in names:
         units[name if name in long else name.partition("::")[0]].append(name)
@@ -77,13 +80,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--core", action="store_true", help="the tests of tests/core.txt alone")
     group.addoption("--draw", metavar="TEXT", help="the others, in an order that TEXT draws")
     group.addoption("--until", type=float, metavar="TIME", help="tests begin until then")
+    group.addoption("--too-late", action="store_true", help="names tests, collects none")
     group.addoption("--durations-to", type=Path, metavar="FILE", help="notes tests' seconds")
-    group.addoption("--began", type=float, metavar="TIME", help="of what comes before the tests")
+    group.addoption("--began", type=float, metavar="TIME", help="when the run began")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.core:
         config.args = [f"{config.rootpath}/{name}" for name in core()]
+    if config.option.too_late:
+        config.args = []
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Record(config), "drawn")
 
@@ -93,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_name = {item.nodeid: item for item in items}
     names = list(by_name)
     if config.option.shard is not None:
-        taken = shard(names, *config.option.shard)
+        slow = {name for name, item in by_name.items() if any(map(item.get_closest_marker, _MARKS))}
+        taken = shard(names, slow, *config.option.shard)
         names = [name for name in names if name in taken]
     if config.option.core:
         seconds = durations()
@@ -119,7 +126,8 @@ class _Record:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._there: list[str] = []
+        too_late = config.option.too_late
+        self._there: list[str] = order(list(durations()), "") if too_late else []
         self._seconds: collections.Counter[str] = collections.Counter()
         self._slow: set[str] = set()
         self._began_at = time.time()
@@ -139,7 +147,12 @@ class _Record:
     def _not_begun(self) -> list[str]:
         return [name for name in self._there if name not in self._seconds]
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if (
+            self._config.option.too_late
+            and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
+        ):
+            session.exitstatus = pytest.ExitCode.OK
         if self._config.option.durations_to is not None:
             self._note_durations(self._config.option.durations_to)
 
@@ -148,7 +161,6 @@ class _Record:
         found = json.loads(path.read_text()) if path.is_file() else {"seconds": {}}
         if self._config.option.draw is not None:  # all are there, but those of the core
             there = {*self._there, *core()}
-            found["slow_tests"] = len(there)
             found["seconds"] = {k: v for k, v in found["seconds"].items() if k in there}
             found["before_s"] = round(self._began_at - (self._config.option.began or 0))
         found["seconds"] |= {name: round(self._seconds[name], 2) for name in self._slow}

@@ -22,7 +22,7 @@ from pathlib import Path
 SLOWNESS = "DCPX_SLOWNESS"
 _MEASURED_S = 5.0
 _UNITS_PER_S = 84.0  # of a process, on two idle cores of a fast machine
-_PROCESSES = max(2, min(8, len(os.sched_getaffinity(0))))  # as many as tests run at once
+_PROCESSES = max(2, min(8, len(os.sched_getaffinity(0))))  # each a core of its own
 
 # Sweeps try every point, not as many as the machine has time for: minutes to hours.
 EVERY_POINT = os.environ.get("DCPX_EVERY_POINT", "") not in ("", "0")
@@ -62,9 +62,10 @@ def stride(idle: int) -> int:
     return max(1, round(idle * slowness()))
 
 
-def spread(most: int, seed: int) -> list[int]:
-    """Returns the numbers below `most` that a sweep tries: all, or 0 and some by the seed."""
-    step = stride(1)
+def spread(most: int, seed: int, idle: int = 1) -> list[int]:
+    """Returns the numbers below `most` that a sweep tries: 0, and from one that the seed chooses
+    each `stride(idle)`-th."""
+    step = stride(idle)
     return [0, *range(seed % step or step, most, step)]
 
 
