@@ -266,8 +266,7 @@ test-torch: $(if $(WHEEL),,wheel)
 GPU_VENV := .venv-gpu
 GPU_ARGS ?= quick
 rehearse-gpu: $(FAKE_CUDA) $(GPU_VENV)/stamps/machine
-	@ls dist/wheels/torch_dcpx-*-cp312-*.whl build/on_gpu/wheels/*.whl >/dev/null 2>&1 \
-		|| PYTHON=$(GPU_VENV)/bin/python $(SPEAK) tests/cuda/carry.sh
+	KEEP_WHEEL=1 PYTHON=$(GPU_VENV)/bin/python $(SPEAK) tests/cuda/carry.sh
 	PYTHON=$(GPU_VENV)/bin/python $(SPEAK) tests/cuda/rehearse.sh $(GPU_ARGS)
 
 $(GPU_VENV)/stamps/machine: requirements/gpu.txt
