@@ -152,11 +152,12 @@ def moves(gpu: Any, args: argparse.Namespace, folder: Path, report: Report) -> N
 
 def time_for(costs: Sequence[float], left_s: float) -> float:
     """Returns the seconds of the first of these cases: by what each costs, or all the same where
-    that is more. A case that does not fit takes nothing from those before it.
+    that is more. A case that does not fit takes nothing from the others.
     """
-    fitting = [cost for cost in costs if cost <= left_s]
-    share = costs[0] / sum(fitting) if costs[0] <= left_s else 1.0
-    return left_s * max(share, 1 / len(costs))
+    others_s = sum(cost for cost in costs[1:] if cost <= left_s)
+    if costs[0] > left_s:
+        return max(left_s - others_s, left_s / len(costs))
+    return left_s * max(costs[0] / (costs[0] + others_s), 1 / len(costs))
 
 
 def move(

@@ -18,6 +18,10 @@ SIDE_ERRORS = (
 )
 
 
+class LeftOutError(Exception):
+    """A side cannot run here, our own neither."""
+
+
 class Found(NamedTuple):
     """Seconds of each side by round, and why a side has none or fewer."""
 
@@ -46,7 +50,8 @@ def interleave(
 
     No round begins that would not end before `give_up_at` (time.monotonic) by the last one's time.
     A side that alone would take a third of what is left is not run again: its first run is its
-    figure. What our own side raises is raised; another side's row says what it raised.
+    figure. What our own side raises is raised, but `LeftOutError`; another side's row says what it
+    raised.
 
     Args:
         tell: told what there is after the warm-up and after each round.
@@ -57,10 +62,11 @@ def interleave(
         """Returns a side's seconds; None, and a note, where somebody else's cannot run."""
         try:
             return sides[name]()
-        except SIDE_ERRORS as error:
-            if name.startswith(ours):
+        except (*SIDE_ERRORS, LeftOutError) as error:
+            if name.startswith(ours) and not isinstance(error, LeftOutError):
                 raise
-            found.notes[name] = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+            what = "left out" if isinstance(error, LeftOutError) else type(error).__name__
+            found.notes[name] = " ".join(f"{what}: {error}".split())[:160]
             return None
 
     for name in sides:  # in the order given: the most telling ones first

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cuda_cases import GIB, Case
 from cuda_gpu import Gpu, HostBlock
-from cuda_rounds import Side, timed
+from cuda_rounds import LeftOutError, Side, timed
 from support.staged import stage_tensors
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -23,6 +23,8 @@ from torch_dcpx.staging.arena import process_pool
 #: Seconds a tensor that these take, roughly, where there are many: of what cannot be interrupted.
 _STOCK_STAGER_S = 60e-6
 _STOCK_LOAD_S = 300e-6
+#: Tensors at most of a state that these stage: each is a mapping, of which a process has 65,530.
+_STAGER_TENSORS = 30_000
 _SAVE_AND_LOAD_S = 80e-6
 _SAVE_AND_LOAD_GIB_S = 1.5  # besides, a GiB
 
@@ -90,13 +92,17 @@ class Moves:
     def _timed(self, run: Callable[[], object]) -> Side:
         return lambda: timed(run, self._gpu.synchronize)
 
-    def _in_time(self, each_s: float, left_s: float, run: Callable[[], object]) -> Side:
-        """Returns the side, which refuses where so many tensors take too long."""
+    def _in_time(
+        self, each_s: float, left_s: float, run: Callable[[], object], most: int | None = None
+    ) -> Side:
+        """Returns the side, which refuses where so many tensors take too long, or are too many."""
 
         def side() -> float:
-            seconds = each_s * len(self._case.shapes)
-            if seconds > left_s / 3:
-                raise RuntimeError(f"left out: some {seconds:.0f} s for so many tensors")
+            tensors = len(self._case.shapes)
+            if each_s * tensors > left_s / 3:
+                raise LeftOutError(f"some {each_s * tensors:.0f} s for so many tensors")
+            if most is not None and tensors > most:
+                raise LeftOutError(f"a mapping for each of {tensors} tensors")
             return timed(run, self._gpu.synchronize)
 
         return side
@@ -108,10 +114,8 @@ class Moves:
             "block": self._block_copy(to_host=True),
             "ours": self._timed(lambda: stage_tensors(tensors)),
             "per_tensor": self._timed(lambda: [t.to("cpu", copy=True) for t in twins]),
-            "stock_stager": self._in_time(_STOCK_STAGER_S, left_s, self._staged_by(self._stock)),
-            "torch_checkpointing": self._in_time(
-                _STOCK_STAGER_S, left_s, self._staged_by(self._torch_checkpointing)
-            ),
+            "stock_stager": self._stager_side(left_s, self._stock),
+            "torch_checkpointing": self._stager_side(left_s, self._torch_checkpointing),
         }
 
     def to_device(self, left_s: float) -> dict[str, Side]:
@@ -148,18 +152,26 @@ class Moves:
 
         return Stager(CheckpointStagerConfig(**self._gpu.stager_options()))
 
-    def _staged_by(self, make: Callable[[], Any]) -> Callable[[], object]:
-        """Returns what stages the state by one stager, where it serves more than once."""
+    def _stager_side(self, left_s: float, make: Callable[[], Any]) -> Side:
+        """Returns the side of one stager, made anew where it serves but once."""
         made: list[Any] = []
 
         def stage() -> object:
             if not made or not serves_again(made[-1]):
                 made.append(make())
                 self._stagers.append(made[-1])
-            staged = made[-1].stage(self._twin)
-            return staged.result() if hasattr(staged, "result") else staged
+            try:
+                staged = made[-1].stage(self._twin)
+                staged = staged.result() if hasattr(staged, "result") else staged
+            except BaseException:  # what it holds of the state is to be given back at once
+                self._stagers.remove(made[-1])
+                made.pop().close()
+                raise
+            if hasattr(made[-1], "_staging_future"):
+                made[-1]._staging_future = None  # which keeps all that is staged, after close() too
+            return staged
 
-        return stage
+        return self._in_time(_STOCK_STAGER_S, left_s, stage, _STAGER_TENSORS)
 
 
 def serves_again(stager: Any) -> bool:
@@ -173,12 +185,12 @@ def until_pinned() -> None:
     """Waits until the driver has registered the process's arenas, which goes on in the background.
 
     Raises:
-        TimeoutError: it has not within 30 s.
+        LeftOutError: it has not within 8 s; the driver may refuse to, which is slower and as right.
     """
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 8
     while any(arena.pinned_bytes < arena.nbytes for arena in process_pool()._arenas):
         if time.monotonic() > give_up_at:
-            raise TimeoutError("memory for snapshots is not page-locked after 30 s")
+            raise LeftOutError("memory for snapshots is not page-locked after 8 s")
         time.sleep(0.0002)
 
 

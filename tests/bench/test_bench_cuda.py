@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from cuda_cases import GIB, KIB, MIB, SIZES, cases
+from cuda_cases import GIB, KIB, MIB, SIZES, Case, Shape, cases
 from cuda_gpu import Gpu, HostBlock
 from cuda_pack import Pieces
-from cuda_rounds import Found, interleave
+from cuda_rounds import Found, LeftOutError, interleave
 from cuda_sides import Moves
 from fake_cuda.driver_calls import CudaError
+from support.machine import seconds
 
 BENCH = ROOT / "tests" / "bench" / "cuda.py"
 
@@ -42,7 +43,7 @@ def run_bench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds(280),
         check=False,
     )
 
@@ -213,6 +214,61 @@ def test_cases_share_the_time_by_what_they_cost() -> None:
     moved = Moves.__new__(Moves)
     moved._case = cases("full")["4kib"]
     assert moved.save_s() < share_s * 2 / 3
+
+
+@pytest.mark.parametrize("left_s", [12.0, 18.0, 24.0])
+def test_cases_with_a_goal_have_time_in_quick(left_s: float) -> None:
+    those = cases("quick")
+    costs = [case.cost_s for case in those.values()]
+    for number, case in enumerate(those.values()):
+        share_s = cuda.time_for(costs[number:], left_s)
+        assert not case.share or share_s >= case.cost_s
+        left_s -= share_s
+
+
+def test_side_that_is_left_out_ends_no_comparison() -> None:
+    def leaves_out() -> float:
+        raise LeftOutError("memory is not page-locked")
+
+    found = interleave({"ours": leaves_out, "block": lambda: 0.1}, 2, time.monotonic() + 600)
+    assert found.times == {"block": [0.1, 0.1]}
+    assert found.notes == {"ours": "left out: memory is not page-locked"}
+
+
+class Stager:
+    """A stager that fails for its second time, and keeps what it stages."""
+
+    def __init__(self) -> None:
+        self.has_failed = self.is_closed = False
+        self._state_dict_stager = SimpleNamespace(_deepcopy_dispatch={"a": 1})
+        self._staging_future: object = None
+
+    def stage(self, state: dict[str, object]) -> dict[str, object]:
+        if self._staging_future is not None or self.has_failed:
+            raise RuntimeError("Too many open files (24)")
+        self._staging_future, self.has_failed = state, True
+        return state
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_stager_that_has_failed_or_served_keeps_nothing() -> None:
+    moved = Moves.__new__(Moves)
+    moved._case = Case("", 0.0, [Shape(1, 1, 1)] * 3)
+    moved._twin, moved._stagers = {}, []
+    moved._gpu = SimpleNamespace(synchronize=lambda: None)  # type: ignore[assignment]
+    side = moved._stager_side(60.0, Stager)
+    side()
+    (stager,) = moved._stagers
+    assert stager._staging_future is None
+    with pytest.raises(RuntimeError, match="Too many open files"):
+        side()
+    assert stager.is_closed and moved._stagers == []
+    side()
+    moved._case = Case("", 0.0, [Shape(1, 1, 1)] * 30_001)
+    with pytest.raises(LeftOutError, match="a mapping for each of 30001 tensors"):
+        side()
 
 
 def test_sides_that_take_too_long_run_once_or_not() -> None:

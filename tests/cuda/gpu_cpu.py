@@ -21,11 +21,10 @@ _SIDES = {"save": ["ours", "dcpx", "stock", "safetensors"],
 
 def main() -> int:
     mode = os.environ.get("ON_GPU_MODE", "quick")
-    size = "smoke" if os.environ.get("ON_GPU_REHEARSAL") == "1" else mode
+    size = "smoke" if os.environ.get("ON_GPU_REHEARSAL") == "1" else "quick"
     memory = Path("/dev/shm")
-    needed = (12 << 30) if size == "full" else (1 << 30)
-    if size != "smoke" and shutil.disk_usage(memory).free < needed:
-        print(f"CANNOT /dev/shm has less than {needed >> 30} GiB")
+    if size != "smoke" and shutil.disk_usage(memory).free < 3 << 30:
+        print("CANNOT /dev/shm has less than 3 GiB")
         return CANNOT_EXIT
     with tempfile.TemporaryDirectory(
         dir=memory, prefix=os.environ.get("ON_GPU_PREFIX", "dcpx-") + "cpu-"
@@ -35,7 +34,7 @@ def main() -> int:
             command = [
                 *(sys.executable, str(BENCH / f"{bench}.py"), "--size", size, "--no-meters"),
                 *("--cases", "64mib", "64kib", "--folder", name, "--json", str(result)),
-                *("--rounds", "2" if size == "full" else "1", "--sides", *_sides(bench)),
+                *("--rounds", "3" if mode == "full" else "1", "--sides", *_sides(bench)),
             ]
             if bench == "save":
                 command += ["--ranks", "1"]

@@ -45,10 +45,10 @@ def _figures(*kinds: str) -> list[str]:
 
 
 STAGES = [
-    Stage("install", "the package", _python("tests/cuda/gpu_install.py"), 60, 60, needs=""),
-    Stage("doctor", "driver, torch, dcpx doctor", _python("tests/cuda/gpu_doctor.py"), 30, 30),
+    Stage("install", "the package", _python("tests/cuda/gpu_install.py"), 35, 35, needs=""),
+    Stage("doctor", "driver, torch, dcpx doctor", _python("tests/cuda/gpu_doctor.py"), 40, 40),
     Stage("tests", "the cuda tests, one by one", _python("tests/cuda/gpu_tests.py"), 65, 90),
-    Stage("fsdp", "FSDP2: kill in a save, resume", _python("tests/cuda/fsdp_killed.py"), 25, 45),
+    Stage("fsdp", "FSDP2: kill in a save, resume", _python("tests/cuda/fsdp_killed.py"), 35, 55),
     Stage("moves", "to the host and back", _figures("moves"), 30, 200),
     Stage("stalls", "stalls, steps beside a save", _figures("stalls"), 20, 40),
     Stage("pack", "page-locking; the kernel, batches", _figures("pinning", "pack"), 24, 45),

@@ -50,7 +50,8 @@ from gpu_stages import (
 )
 from gpu_tables import figures_page, summary_lines
 
-_LEAST_S = 3.0  # less than that is no time for a stage
+_LEAST_S = 3.0  # less than that is no time for a stage,
+_LEAST_SHARE = 0.4  # nor is less than that of its limit
 
 
 class Run:
@@ -107,7 +108,8 @@ class Run:
         if stage.name == "install" and wheel_of("torch-dcpx", ROOT / "dist" / "wheels") is None:
             limit_s = BUILD_S * self.stretch
         limit_s = min(limit_s, self.left_s())
-        if limit_s < min(_LEAST_S, stage.limit(self.mode)):
+        own_s = stage.limit(self.mode) * self.stretch
+        if limit_s < max(min(_LEAST_S, own_s), _LEAST_SHARE * own_s):
             return Result(stage.name, CANNOT, 0.0, None, "no time left", {})
         say(f"== {stage.name}: {stage.title} (at most {limit_s:.0f} s)")
         command = filled(stage, sys.executable, self.mode, limit_s)
@@ -138,8 +140,12 @@ def clear_up() -> None:
 
 def set_limits() -> None:
     """Allows a file for each tensor, as torch's stager wants it, and no core of gigabytes."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    for most in (1 << 20, resource.getrlimit(resource.RLIMIT_NOFILE)[1]):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            break
+        except (ValueError, OSError):  # it is more than this process may have
+            pass
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

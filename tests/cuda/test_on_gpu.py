@@ -19,8 +19,9 @@ import pytest
 from conftest import ROOT
 from gpu_runner import CANNOT, FAILED, LOG_BYTES, OK, OVERTIME_S, TIMED_OUT, Result
 from gpu_stages import BUILD_S, RESERVE_S, STAGES, TOTAL_S
+from support.machine import seconds
 
-LATE_S = 300.0  # after which a test gives up; none needs it
+LATE_S = seconds(300)  # after which a test gives up; none needs it
 GOOD = {"name": "good", "command": ["sh", "-c", 'echo \'FIGURES {"short": "fine"}\'']}
 LAST = {"name": "last", "command": ["sh", "-c", "echo done"]}
 FILES = ["figures.md", "results.jsonl", "stages.log", "summary.txt"]
@@ -199,11 +200,19 @@ def test_stage_does_not_begin_without_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_whole_run_has_a_deadline(tmp_path: Path) -> None:
-    status, _ = run(tmp_path, [{**HANG, "quick": 200}, LAST], "--total", str(RESERVE_S + 4))
+    status, _ = run(tmp_path, [{**HANG, "quick": 9}, LAST], "--total", str(RESERVE_S + 4))
     found = results(tmp_path)
     assert found["hang"]["outcome"] == TIMED_OUT
     assert (found["last"]["outcome"], found["last"]["reason"]) == (CANNOT, "no time left")
     assert status == 1
+
+
+def test_stage_begins_only_where_it_has_a_fair_part_of_its_limit(tmp_path: Path) -> None:
+    plan = [{**LAST, "name": name, "quick": limit_s} for name, limit_s in (("a", 90), ("b", 60))]
+    status, _ = run(tmp_path, plan, "--total", str(RESERVE_S + 30))
+    found = results(tmp_path)
+    assert (found["a"]["outcome"], found["a"]["reason"]) == (CANNOT, "no time left")
+    assert (found["b"]["outcome"], status) == (OK, 2)
 
 
 @pytest.mark.parametrize("mode", TOTAL_S)
