@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -40,8 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # Before torch is imported, here and in children: OpenMP's threads, which by default spin while they
 # wait for work, took half of all that the tests took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A make that a test runs is none of the make that runs the tests: that one's variables are not its.
-for _name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"):
+# A make that a test runs is none of the make that runs the tests: what that one was given, which
+# make exports to all below, is not its. DCPX_* are for the tests.
+_given = re.findall(r"(?<!\\) (?!DCPX_)(\w+)=", os.environ.get("MAKEFLAGS", ""))
+for _name in (*_given, "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"):
     os.environ.pop(_name, None)
 
 pytest_plugins = [
@@ -102,7 +105,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads it
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.timeout is None:  # pyproject.toml and the marks have an idle machine's limits
+        config.option.timeout = seconds(float(config.getini("timeout")))
     if hasattr(config, "workerinput"):  # of pytest-xdist, where stdout is /dev/null
         stderr = create_terminal_writer(config, sys.__stderr__)
         config.get_terminal_writer = lambda: stderr  # type: ignore[method-assign]  # for timeouts
@@ -142,6 +148,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="root: runs in `make test-all`"))
             elif os.geteuid() != 0:
                 item.add_marker(pytest.mark.skip(reason="needs root"))
+        if limit := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(seconds(limit.args[0])), append=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -244,7 +252,7 @@ def run_python(tmp_path: Path) -> RunPython:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=seconds(timeout_s),
             check=False,
         )
         if check and result.returncode != 0:
@@ -290,7 +298,7 @@ def run_warm(tmp_path: Path) -> RunPython:
             ["-c", code, *args],
             env={**os.environ, **(env or {})},
             cwd=tmp_path,
-            timeout_s=timeout_s,
+            timeout_s=seconds(timeout_s),
         )
         if check and result.returncode != 0:
             pytest.fail(f"exit {result.returncode}\n{result.stdout}\n{result.stderr}")

@@ -80,7 +80,7 @@ def test_it_is_measured_once_and_processes_inherit_it(monkeypatch: pytest.Monkey
     child = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True, text=True, timeout=600, check=True,
+        capture_output=True, text=True, timeout=machine.seconds(600), check=True,
     )  # fmt: skip
     assert child.stdout == "4.32\n"
     assert len(measured) == 1
@@ -91,7 +91,7 @@ def test_program_prints_a_number_above_zero_whatever_the_environment_says() -> N
     program = subprocess.run(
         [sys.executable, "-I", "-S", str(TESTS / "support" / "machine.py")],
         env={machine.SLOWNESS: "77"},
-        capture_output=True, text=True, timeout=600, check=True,
+        capture_output=True, text=True, timeout=machine.seconds(600), check=True,
     )  # fmt: skip
     assert re.fullmatch(r"\d+\.\d\d\n", program.stdout), program.stdout
     assert 0 < float(program.stdout) != 77
@@ -106,3 +106,11 @@ def test_numbers_of_a_sweep_begin_with_0_and_are_all_where_there_is_time(
 ) -> None:
     monkeypatch.setenv(machine.SLOWNESS, given)
     assert machine.spread(6, seed) == tried
+
+
+@pytest.mark.timeout(700)
+def test_limit_of_a_test_is_that_of_an_idle_machine(
+    pytestconfig: pytest.Config, request: pytest.FixtureRequest
+) -> None:
+    assert request.node.get_closest_marker("timeout").args == (machine.seconds(700),)
+    assert pytestconfig.option.timeout == machine.seconds(float(pytestconfig.getini("timeout")))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from support.machine import points, seconds
+from support.machine import points
 
 CPP = Path(__file__).parent
 OUT = ROOT / "build" / "cpp"
@@ -31,7 +31,7 @@ def make(target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(seconds(3600))  # the first one compiles csrc
+@pytest.mark.timeout(3600)  # the first one compiles csrc
 @pytest.mark.parametrize("target", BINARIES)
 def test_the_sanitizers_find_nothing(target: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from support.call_shim import compiled, preloaded
-from support.machine import EVERY_POINT
+from support.machine import EVERY_POINT, seconds
 
 DRIVER = Path(__file__).with_name("power_cuts.py")
 FILE_SYSTEMS = ["ext4", "xfs"]
 MODES = {1: "journal flushed", 2: "journal not flushed"}  # of FS_IOC_SHUTDOWN
-TIMEOUT_S = 3000 if EVERY_POINT else 1150
+TIMEOUT_S = seconds(3000 if EVERY_POINT else 1150)
 
 
 def cut(folder: Path, kind: str, sweeps: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def table_of(
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=seconds(timeout_s),
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from call_programs import program_of, ranks_of
-from support.machine import points
+from support.machine import points, seconds
 from support.ranks import run_rank_sets
 
 WORKER = Path(__file__).with_name("program_worker.py")
@@ -41,7 +41,7 @@ def play(root: Path, seed: int, programs: int, per_set: int, deadline_s: float) 
 def test_ten_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
     tmp_path: Path, seed: int
 ) -> None:
-    play(tmp_path, seed, points(10), per_set=2, deadline_s=1150)
+    play(tmp_path, seed, points(10), per_set=2, deadline_s=seconds(1150))
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_ten_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
 def test_three_hundred_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
     tmp_path: Path, seed: int
 ) -> None:
-    play(tmp_path, seed, points(300), per_set=13, deadline_s=3500)
+    play(tmp_path, seed, points(300), per_set=13, deadline_s=seconds(3500))
 
 
 def test_program_of_a_seed_and_a_number_is_always_the_same(seed: int) -> None:

@@ -20,9 +20,9 @@ import pytest
 from call_sweep import Point, table
 from support import machine
 from support.call_shim import compiled, preloaded
-from support.machine import EVERY_POINT
+from support.machine import EVERY_POINT, seconds
 
-TIMEOUT_S = 3000 if EVERY_POINT else 1150
+TIMEOUT_S = seconds(3000 if EVERY_POINT else 1150)
 SAVES = list(call_sweep_driver.SAVES)
 BACKGROUND = [name for name in SAVES if "async" in name]
 RANK_LOCAL = [name for name in SAVES if "rank-local" in name]

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 from hostile.corpus import cases
-from support.machine import stride
+from support.machine import seconds, stride
 
 TESTS = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(TESTS.parent), str(TESTS)])
 STRIDE = int(os.environ.get("DCPX_HOSTILE_STRIDE") or stride(32))
-TIMEOUT_S = 7200 if min(32, stride(32)) > STRIDE else 1150
+TIMEOUT_S = seconds(7200 if min(32, stride(32)) > STRIDE else 1150)
 
 
 def drive(scratch: Path, stride: int, shift: int, change: str = "") -> tuple[int, str]:

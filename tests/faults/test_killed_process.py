@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forks import assert_none_bad, counted
 from support.call_shim import compiled, preloaded
-from support.machine import EVERY_POINT
+from support.machine import EVERY_POINT, seconds
 
 WORKER = Path(__file__).with_name("killed_process_worker.py")
 # Calls of a save of one rank, and of the coordinator and the other of two (test_lost_at_calls.py).
@@ -46,7 +46,7 @@ def test_killed_process_of_an_async_save_is_told_and_leaves_old_or_new(
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    limit_s = 2900 if EVERY_POINT else 1150
+    limit_s = seconds(2900 if EVERY_POINT else 1150)
     try:
         outputs = [trainer.communicate(timeout=limit_s) for trainer in trainers]
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support import machine
 from support.call_shim import compiled, preloaded
-from support.machine import EVERY_POINT
+from support.machine import EVERY_POINT, seconds
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def points_of(
     arguments = [library, directory, step, seed % step, int(half), scenario]
     result = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)],
-        env=preloaded(library), capture_output=True, text=True, timeout=1150, check=False,
+        env=preloaded(library), capture_output=True, text=True, timeout=seconds(1150), check=False,
     )  # fmt: skip
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     points: list[Any] = json.loads(result.stdout.splitlines()[-1])

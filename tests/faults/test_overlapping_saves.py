@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forks import TESTS, assert_none_bad, counted
-from support.machine import EVERY_POINT, points
+from support.machine import EVERY_POINT, points, seconds
 
 import torch_dcpx
 
@@ -36,7 +36,7 @@ def test_second_save_waits_is_skipped_or_refused_and_both_are_whole(
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        outputs = [worker.communicate(timeout=1150) for worker in workers]
+        outputs = [worker.communicate(timeout=seconds(1150)) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.machine import seconds
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=1150,
+        timeout=seconds(1150),
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]

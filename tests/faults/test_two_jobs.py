@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forks import TESTS, assert_none_bad, counted
-from support.machine import EVERY_POINT, points
+from support.machine import EVERY_POINT, points, seconds
 
 import torch_dcpx
 
@@ -36,7 +36,9 @@ def test_two_jobs_on_one_directory_leave_one_whole_checkpoint(tmp_path: Path, se
         for job in "ab" for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=2900 if EVERY_POINT else 1150) for rank in ranks]
+        outputs = [
+            rank.communicate(timeout=seconds(2900 if EVERY_POINT else 1150)) for rank in ranks
+        ]
     finally:
         for rank in ranks:
             rank.kill()

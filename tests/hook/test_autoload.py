@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from support.machine import seconds
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torch_dcpx
@@ -44,7 +45,8 @@ def child(*arguments: str, before_dcp: str = "", **variables: str) -> tuple[list
     """Runs CHILD; returns what it found, and its stderr."""
     ended = subprocess.run(
         [sys.executable, "-c", CHILD.replace("{before_dcp}", before_dcp), *arguments],
-        env={**os.environ, **variables}, capture_output=True, text=True, check=True, timeout=300,
+        env={**os.environ, **variables}, capture_output=True, text=True, check=True,
+        timeout=seconds(300),
     )  # fmt: skip
     return json.loads(ended.stdout), ended.stderr
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.ranks import run_torchrun
 from support.states import assert_same, blank_like, mixed_state
 from support.worker import __file__ as support_worker
@@ -108,7 +109,7 @@ def saved_in_python(tmp_path: Path, arguments: str) -> str:
     script.write_text(IN_PYTHON)
     command = [sys.executable, str(script), str(tmp_path / "saved"), arguments]
     ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds(600),
         check=False,
     )  # fmt: skip
     return ended.stdout

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.machine import seconds
 
 WARNING = "the hook of torch-dcpx was on, but nothing in this process made"
 
@@ -59,7 +60,8 @@ def output_of(tmp_path: Path, name: str, *before: str) -> str:
     script.write_text(SCRIPT)
     ended = subprocess.run(
         [sys.executable, *before, str(script), name, str(tmp_path / "saved")],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        timeout=seconds(600),
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout
     assert f"end of {name.split()[0]}" in ended.stdout, ended.stdout

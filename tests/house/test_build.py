@@ -186,7 +186,7 @@ def test_setuptools_that_is_too_old_ends_the_build_with_one_line(
 def pip(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", *args]
     return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=1150, check=False
+        command, cwd=cwd, capture_output=True, text=True, timeout=seconds(1150), check=False
     )
 
 
@@ -210,7 +210,7 @@ def test_sdist_builds_a_wheel_in_isolation_without_torch(
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=1150,
+        timeout=seconds(1150),
         check=False,
     )
     assert build.returncode == 0, build.stdout + build.stderr

@@ -218,6 +218,22 @@ def test_timeout_prints_every_stack_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "threading.Event().wait()" in done.stderr
 
 
+GIVEN = ["PYTEST_ARGS=--draw=1 -m 'slow or root' x=3", "SHARD=1/2", "DCPX_SEED=3"]
+
+
+def test_make_in_a_test_has_nothing_of_the_make_that_runs_the_tests(tmp_path: Path) -> None:
+    look = "import conftest, os; print({k: v for k, v in os.environ.items() if k in given})"
+    names = [text.partition("=")[0] for text in GIVEN]
+    (tmp_path / "look.py").write_text(f"given = {[*names, 'MAKEFLAGS', 'MAKELEVEL']}\n{look}\n")
+    (tmp_path / "Makefile").write_text(f"all:\n\t@{sys.executable} look.py\n")
+    done = subprocess.run(
+        ["make", *GIVEN], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "{'DCPX_SEED': '3'}\n"
+
+
 # ---- SIGINT -------------------------------------------------------------------------------------
 
 IS_DEFAULT = "import signal; assert signal.getsignal(2) is signal.default_int_handler"

@@ -128,6 +128,8 @@ def test_what_failed_fails_the_run(suite: Suite) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert suite.not_run() == []
     assert re.fullmatch(r"=+ 1 failed, 19 passed in .* =+", done.stdout.splitlines()[-1])
+    said = done.stdout.partition("20 of 20 tests ran")[2]
+    assert suite.others[3] in said.splitlines() and "assert 3 != 3" in said, done.stdout
     assert suite.run("--core", failing_core=2).returncode == 1
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.bare_venv import environment_of, make_bare_venv
+from support.machine import seconds
 from support.pages import RUNNER, blocks_of, write_steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def run(command: str, commands: Path, folder: Path) -> str:
         env={**environment_of(commands), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=seconds(900),
     )
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.machine import seconds
+
 import torch_dcpx
 
 SCRIPT = Path(__file__).with_name("typed_user.py")
@@ -23,7 +25,7 @@ def mypy(script: Path, cache: Path) -> tuple[int, str]:
         env={**os.environ, **paths},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=seconds(600),
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -153,7 +153,7 @@ def test_make_test_torch_takes_a_file_a_folder_or_makes_one(wheel: str, installe
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(seconds(2100))  # two builds, each with its own limit
+@pytest.mark.timeout(2100)  # two builds, each with its own limit
 def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) -> None:
     """In two folders, under two umasks; the audit of `make wheels` is part of each."""
     probe = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", "probe", "ziglang"]

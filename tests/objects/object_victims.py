@@ -9,11 +9,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from support.machine import seconds
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.warm import warm_parent
 
-_DEADLINE_S = 300.0
+_DEADLINE_S = seconds(300)
 
 
 def killed_at(proxy: FaultProxy, number: int, arguments: Sequence[str], *, is_done: bool) -> int:

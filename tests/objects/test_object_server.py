@@ -118,7 +118,7 @@ def test_server_ends_with_the_process_that_started_it(
         f"from {kind.__module__} import {kind.__name__}\n"
         f"print({kind.__name__}().port, flush=True); os.kill(os.getpid(), 9)"
     )
-    port = int(run_python(code, str(TESTS), timeout_s=_DEADLINE_S, check=False).stdout)
+    port = int(run_python(code, str(TESTS), timeout_s=120, check=False).stdout)
     give_up_at = time.monotonic() + _DEADLINE_S
     while True:
         try:

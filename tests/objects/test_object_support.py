@@ -87,7 +87,7 @@ def test_process_reaches_the_proxy_by_its_environment_alone(
         "import sys, obstore; from obstore.store import from_url\n"
         "store = from_url(sys.argv[1]); obstore.put(store, 'key', b'1')"
     )
-    run_python(code, object_prefix, timeout_s=_DEADLINE_S)
+    run_python(code, object_prefix, timeout_s=120)
     assert [one.kind for one in object_proxy.requests()] == ["put_object"]
 
 

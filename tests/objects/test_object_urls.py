@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.machine import seconds
 from support.object_fixture import s3_alone
 
 import torch_dcpx as dcpx
@@ -204,7 +205,10 @@ def test_forked_child_of_a_user_of_a_store_is_told(object_prefix: str) -> None:
     import subprocess
 
     done = subprocess.run(
-        [sys.executable, "-c", FORK, object_prefix], timeout=300, capture_output=True, text=True
+        [sys.executable, "-c", FORK, object_prefix],
+        timeout=seconds(300),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

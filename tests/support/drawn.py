@@ -183,3 +183,7 @@ class _Record:
         files = collections.Counter(name.partition("::")[0] for name in left)
         for file, count in sorted(files.items()):
             say(f"  {count:4} of {file}")
+        # Once more, what failed: of what a landing printed, its last lines may be all one can see.
+        failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+        for report in failed[:5]:
+            say("\n".join([report.nodeid, *report.longreprtext.splitlines()[-12:]]))
