@@ -123,6 +123,7 @@ def test_every_value_of_the_table_that_is_wrong_for_one_argument_is_right_for_an
     assert (tmp_path / "~" / ".metadata").exists()
     manager = CheckpointManager(Path("root"), process_group=None)
     manager.save(1, model=MODEL).result()
+    dcpx.wait()  # for the manager's callback
     dcpx.wait(0)
     assert manager.resume(model=MODEL, allow_missing={"x.*"}, cast="allow").tag == "step-1"
 
