@@ -175,7 +175,7 @@ def interrupt_twice() -> None:
 def test_batch_under_way_has_ended_when_it_is_left_after_two_interruptions() -> None:
     command = ["-c", "import test_export_stored as t; t.interrupt_twice()"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = warm_parent().run(command, env=environment, timeout_s=900)
+    result = warm_parent().run(command, env=environment, timeout_s=seconds(900))
     assert (result.returncode, result.stdout) == (0, "has ended\n"), result.stderr
 
 

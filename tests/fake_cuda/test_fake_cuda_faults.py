@@ -12,7 +12,6 @@ from fake_cuda import fake as codes
 from fake_cuda.driver_calls import DriverCalls, error_of
 from fake_cuda.every_call import call_everything
 from fake_cuda.fake import EAGER, HELD, FakeCuda
-from support.machine import seconds
 
 N = 1024  # bytes
 
@@ -303,5 +302,5 @@ for pace in (EAGER, HELD):
     for _ in range(20):
         driver.to_host(to, source, size, own)
 """
-    done = run_warm(code, env=fake_cuda.environment(), timeout_s=seconds(60))
+    done = run_warm(code, env=fake_cuda.environment(), timeout_s=60)
     assert done.stderr == ""

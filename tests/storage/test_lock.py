@@ -221,7 +221,7 @@ print(ask())
 os.kill(child, 9)
 os.waitpid(child, 0)
 """
-    assert run_warm(code, str(directory.path), timeout_s=seconds(60)).stdout == "1 0\n"
+    assert run_warm(code, str(directory.path), timeout_s=60).stdout == "1 0\n"
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -377,7 +377,7 @@ os.read(read_end, 1)
 print(child, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    result = run_warm(code, str(directory.path), timeout_s=seconds(60), check=False)
+    result = run_warm(code, str(directory.path), timeout_s=60, check=False)
     child = int(result.stdout)
     try:
         save_lock(directory).release()

@@ -232,4 +232,4 @@ with open(directory.path / ".dcpx.lock") as file:
 def test_child_that_was_forked_while_the_lock_was_taken_does_not_give_it_back(
     directory: Directory, run_warm: RunPython
 ) -> None:
-    assert run_warm(FORKED, str(directory.path), timeout_s=seconds(120)).stdout == "kept\n"
+    assert run_warm(FORKED, str(directory.path), timeout_s=120).stdout == "kept\n"
