@@ -126,10 +126,12 @@ class MismatchError(PlanError):
     `missing` are fully qualified names; `shapes`, `dtypes` and `kinds` rows of (name, stored,
     wanted): sizes, names of dtypes such as "float32", and what sort of thing it is. `nearest`
     suggests stored names for the first missing ones. `ranks` are those on which something differs,
-    `fqn` is the first name of all.
+    `fqn` is the first name of all. `left` are names of the checkpoint that no rank takes, where a
+    `CheckpointManager.resume` may leave none.
     """
 
     path: str | None
+    left: tuple[str, ...] | None
     missing: tuple[str, ...] | None
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] | None
     dtypes: tuple[tuple[str, str, str], ...] | None

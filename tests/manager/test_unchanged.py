@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.ranks import run_cases
 from torch.optim import lr_scheduler
-from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
+from unchanged import LAYOUTS, Case, Training, check_unchanged, optimizers, schedulers, variants
 
 WORKER = Path(__file__).with_name("unchanged_worker.py")
 EVERY = [(name, arguments) for name in optimizers() for arguments in variants(name)]
@@ -48,6 +48,33 @@ def test_every_scheduler_goes_on_as_if_nobody_had_saved_or_resumed(
     tmp_path: Path, name: str
 ) -> None:
     check_unchanged(tmp_path, Case("AdamW", {}, name))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.keys() - {"contiguous"})
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_moments_have_the_strides_that_they_had(tmp_path: Path, name: str, layout: str) -> None:
+    arguments = {"fused": True} if name == "AdamW" else {"fused": True, "momentum": 0.9}
+    check_unchanged(tmp_path, Case(name, arguments, "StepLR", name == "SGD", layout))
+
+
+def cannot_step(case: Case) -> bool:
+    """Returns whether torch itself refuses: LBFGS flattens all parameters by `view`."""
+    if case.optimizer != "LBFGS" or case.layout in ("contiguous", "offset", "strided"):
+        return False
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        Training(case, 0).train_to_the_end()
+    return True
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("layout", LAYOUTS.keys() - {"contiguous"})
+def test_every_optimizer_trains_on_with_every_layout_of_parameters(
+    tmp_path: Path, layout: str
+) -> None:
+    for name, arguments in EVERY:
+        case = Case(name, arguments, "StepLR", layout=layout)
+        if not cannot_step(case):
+            check_unchanged(tmp_path / str(case), case)
 
 
 @pytest.mark.slow  # minutes: all variants, and the pairs
@@ -96,7 +123,7 @@ def test_what_the_cases_leave_out_torch_itself_cannot_do(
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     "amount",
-    ["quick", "fsdp1", "schedulers", *"0123"],
+    ["quick", "fsdp1", "layouts", "schedulers", *"0123"],
 )
 def test_sharded_training_is_the_same_saved_or_not_resumed_or_not(
     tmp_path: Path, amount: str

@@ -19,11 +19,43 @@ STEPS = 4
 _LATE = 2  # the first step that routes to the expert
 
 
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Columns amid a wider tensor: neither dense nor at the begin of its memory."""
+    wide = torch.empty(*tensor.shape[:-1], tensor.shape[-1] + 3)
+    return wide[..., 2:-1].copy_(tensor)
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": torch.clone,
+    "channels_last": lambda one: (
+        one.clone(memory_format=torch.channels_last) if one.ndim == 4 else one.clone()
+    ),
+    "transposed": _transposed,
+    "offset": lambda one: torch.cat([torch.ones(3), one.flatten()])[3:].view_as(one),
+    "strided": _strided,
+}  # a parameter that is expanded has one memory for all elements: torch neither steps nor loads it
+
+
+def lay_out(model: torch.nn.Module, layout: str) -> None:
+    """Gives parameters of a plain model other strides."""
+    for module in model.children():
+        for key, one in list(module.named_parameters(recurse=False)):
+            made = torch.nn.Parameter(LAYOUTS[layout](one.detach()), one.requires_grad)
+            setattr(module, key, made)
+
+
 class Net(torch.nn.Module):
-    def __init__(self, seed: int, *, is_sparse: bool = False) -> None:
+    def __init__(self, seed: int, *, is_sparse: bool = False, is_image: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        self.is_image = is_image
         kinds: Any = torch.nn.Linear
+        if is_image:
+            kinds = lambda before, after: torch.nn.Conv2d(before, after, 3, padding=1)  # noqa: E731
         if is_sparse:
             kinds = lambda rows, columns: torch.nn.Embedding(rows, columns, sparse=True)  # noqa: E731
         self.first, self.second = kinds(6, 4), kinds(4, 4)
@@ -36,6 +68,8 @@ class Net(torch.nn.Module):
             rows = x[:, 0].abs().mul(100).long()
             looked_up = [layer(rows % layer.num_embeddings) for layer in layers]
             return torch.stack(looked_up).prod(0)
+        if self.is_image:
+            x = x[:, :, None, None].expand(-1, -1, 3, 3)
         for layer in layers:
             x = layer(x)
         return x
@@ -48,10 +82,12 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
     scheduler: str
     is_used_only: bool = False  # whether the optimizer has no parameter without gradients
+    layout: str = "contiguous"  # of parameters
 
     def __str__(self) -> str:
         words = (f"{name}={value}" for name, value in self.arguments.items())
-        return "-".join((self.optimizer, *words, self.scheduler))
+        layout = [self.layout] if self.layout != "contiguous" else []
+        return "-".join((self.optimizer, *words, self.scheduler, *layout))
 
     @property
     def kind(self) -> type[torch.optim.Optimizer]:
@@ -150,7 +186,9 @@ class Training:
     def __init__(self, case: Case, seed: int, shard: Callable[[Any], Any] | None = None) -> None:
         self.case = case
         is_sparse = case.optimizer == "SparseAdam"
-        self.model: Any = Net(seed, is_sparse=is_sparse)
+        is_image = case.layout == "channels_last" and not is_sparse and case.optimizer != "Muon"
+        self.model: Any = Net(seed, is_sparse=is_sparse, is_image=is_image)
+        lay_out(self.model, case.layout)
         net: Any = self.model
         if shard is not None:
             self.model = shard(net)
@@ -203,9 +241,8 @@ class Training:
         states = {number: dict(sorted(own.items())) for number, own in state["state"].items()}
         groups = [dict(sorted(group.items())) for group in state["param_groups"]]
         weights = dict(self.model.named_parameters())
-        return _local(
-            {"weights": weights, "states": dict(sorted(states.items())), "groups": groups}
-        )
+        held = {"weights": weights, "states": dict(sorted(states.items())), "groups": groups}
+        return {**_local(held), "strides": _strides(held["states"])}
 
 
 def _local(value: Any) -> Any:
@@ -215,6 +252,12 @@ def _local(value: Any) -> Any:
         return [_local(one) for one in value]
     value = value.to_local() if hasattr(value, "to_local") else value
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strides(one) for key, one in value.items()}
+    return value.stride() if type(value) is torch.Tensor else type(value).__name__
 
 
 def check_unchanged(

@@ -1,6 +1,6 @@
 """`unchanged` on two ranks with FSDP2: `test_unchanged.py` starts it.
 
-Its argument: quick, fsdp1, schedulers, or a number below 4: every fourth optimizer.
+Its argument: quick, fsdp1, layouts, schedulers, or a number below 4: every fourth optimizer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from support.worker import rank_case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from trainings import manager_of
-from unchanged import Case, Training, check_unchanged, optimizers, schedulers, variants
+from unchanged import LAYOUTS, Case, Training, check_unchanged, optimizers, schedulers, variants
 
 # What torch cannot step with FSDP2, and what it says: checked below, for it may learn to.
 CANNOT = {
@@ -41,6 +42,25 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
 def wrap(model: torch.nn.Module) -> torch.nn.Module:
     """Shards by FSDP1, whose optimizers hold parts of one flat parameter."""
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def replicate(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def layouts(root: Path) -> None:
+    """Trains with parameters of other strides, as far as torch takes them."""
+    for layout in LAYOUTS:
+        for name, arguments in (("AdamW", {"fused": True}), ("AdamW", {"foreach": True}),
+                                ("SGD", {"momentum": 0.9, "foreach": True})):  # fmt: skip
+            case = Case(name, arguments, "StepLR", layout=layout)
+            check_unchanged(root / f"ddp-{case}", case, replicate)
+            if layout in ("contiguous", "offset"):
+                check_unchanged(root / f"fsdp2-{case}", case, shard)
+                check_unchanged(root / f"fsdp1-{case}", case, wrap)
+        if layout not in ("contiguous", "offset"):
+            with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
+                Training(case, 0, shard)
 
 
 def refusal(name: str, arguments: dict[str, Any]) -> str | None:
@@ -102,6 +122,8 @@ def main(root: Path, amount: str) -> None:
             Case("SGD", {"momentum": 0.9}, "StepLR"),
         ):
             check_unchanged(root / str(case), case, wrap)
+    elif amount == "layouts":
+        layouts(root)
     elif amount == "schedulers":
         for scheduler in schedulers():
             check(root, "AdamW", {"foreach": True}, scheduler)

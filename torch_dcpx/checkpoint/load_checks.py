@@ -44,6 +44,8 @@ class LoadRules(NamedTuple):
     is_cast_allowed: bool
     globs: tuple[str, ...] = ()  # of names that may be missing
     call: str = "load"  # whose arguments a message names
+    # Raises for names that no rank asks for, of all stored ones. None: nobody need ask.
+    check_left: Callable[[Sequence[str], Collection[str]], None] | None = None
 
     @classmethod
     def of(cls, strict: Any, allow_missing: Any, cast: Any, call: str = "load") -> LoadRules:

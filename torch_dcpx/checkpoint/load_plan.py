@@ -95,7 +95,7 @@ class RankLoad:
         self.state: dict[str, Any] = {}  # by the caller's keys, state dicts of Stateful objects
         self.differences = Differences()
         self.plan = LoadPlan([])
-        self._stored: Mapping[str, Any] = {}
+        self.stored: Mapping[str, Any] = {}
 
     def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
         """Compares and plans as state_dict_loader's `_load_state_dict`; opens no file in vain."""
@@ -118,12 +118,12 @@ class RankLoad:
                 self.state[key] = value.fitted(self.state[key], metadata, key)
         planner.set_up_planner(self.state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
-        self._stored = metadata.state_dict_metadata
+        self.stored = metadata.state_dict_metadata
         self._map_state(model_part(metadata) if self._is_model else "")
         if not self._make_plan():
             return LoadOffer(self.differences)
         self.plan = reader.prepare_local_plan(self.plan)
-        names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
+        names = "\0".join(map(str, self.stored)).encode(errors="surrogatepass")
         # Whether neither planner nor reader looks at the items of other ranks.
         is_light = (
             type(self.plan) is LoadPlan
@@ -136,7 +136,7 @@ class RankLoad:
             None,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
             is_light,
-            (len(self._stored), zlib.crc32(names)),
+            (len(self.stored), zlib.crc32(names)),
             self._unasked(),
             has_stateful,
         )
@@ -154,7 +154,7 @@ class RankLoad:
     def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
         """Returns the stored names that no rank asks for; with None, that this one does not."""
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
-        return tuple(itertools.compress(self._stored, mask))
+        return tuple(itertools.compress(self.stored, mask))
 
     def _map_state(self, part: str) -> None:
         """Gives the planner the state by stored names, unless it has that already."""
@@ -164,9 +164,9 @@ class RankLoad:
         if self._key_map is None:
             return
         wanted = planner.state_dict.keys()
-        if wanted <= self._stored.keys() and keeps_names(self._key_map, self._stored):
+        if wanted <= self.stored.keys() and keeps_names(self._key_map, self.stored):
             return
-        mapped = map_state(planner.state_dict, self._stored, self._key_map, part)
+        mapped = map_state(planner.state_dict, self.stored, self._key_map, part)
         missing = frozenset(mapped.missing)
         mapped.missing[:] = [
             name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))
@@ -180,7 +180,7 @@ class RankLoad:
 
     def _make_plan(self) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
-        planner, stored, rules = self.planner, self._stored, self.rules
+        planner, stored, rules = self.planner, self.stored, self.rules
         is_partial = getattr(planner, "allow_partial_load", False)
         if is_partial:
             rules = rules._replace(is_strict=False)
@@ -214,12 +214,12 @@ class RankLoad:
     def _unasked(self) -> bytes:
         asked = {item.storage_index.fqn for item in self.plan.items}
         asked.update(_state_of(self.planner))
-        return zlib.compress(bytes(name not in asked for name in self._stored), 1)
+        return zlib.compress(bytes(name not in asked for name in self.stored), 1)
 
 
 def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """Returns the coordinator's answers to the offers, by rank: one error, or a plan for each.
-    Raises PlanError: ranks gave arguments that contradict each other.
+    Raises: PlanError, if ranks gave arguments that contradict each other; as `check_left`.
     """
     differences = [offer.differences or Differences() for offer in offers]
     error = mismatch_error(str(own.reader.path), differences, own.rules)
@@ -228,8 +228,11 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     plans = [offer.plan for offer in offers if offer.plan is not None]
     if len(plans) < len(offers) or len({offer.is_light for offer in offers}) > 1:
         raise PlanError("ranks gave load different arguments: strict, cast or planner")
+    unasked = _by_all(offers)
+    if own.rules.check_left is not None and unasked is not None:
+        own.rules.check_left(own.unexpected(unasked), own.stored)
     plans = own.reader.prepare_global_plan(own.planner.create_global_plan(plans))
-    answer = LoadAnswer(None, None, _by_all(offers), any(offer.has_stateful for offer in offers))
+    answer = LoadAnswer(None, None, unasked, any(offer.has_stateful for offer in offers))
     return [answer if offers[0].is_light else answer._replace(plan=plan) for plan in plans]
 
 

@@ -7,12 +7,11 @@ save writes the present state, and a resume gives each parameter its stored stat
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from itertools import chain, count, takewhile
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,8 +25,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.stateful import LoadPart
-from torch_dcpx.errors import MismatchError
-from torch_dcpx.manager.optimizer_state import blank_groups, blank_states, rekeyed, stored_names
+from torch_dcpx.errors import MismatchError, UnsupportedError
+from torch_dcpx.manager.optimizer_kinds import (
+    GROUPS,
+    PARAMS,
+    RECORD,
+    STATE,
+    KindRecord,
+    record_of,
+)
+from torch_dcpx.manager.optimizer_state import Blanks, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
@@ -36,13 +43,10 @@ from torch_dcpx.manager.translate import (
     check_sources,
     flat,
     groups_by_parameter,
-    owner_of,
     parameters_of,
     settings_by_parameter,
     translated_groups,
 )
-
-_STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
 
 @dataclass
@@ -52,6 +56,10 @@ class _Own:
     optimizers: Sequence[torch.optim.Optimizer]
     names: list[list[str]]  # of parameters, by group of all of them
     present: dict[str, dict[Any, Any]]  # states that are there, by parameter
+    groups: Any  # settings that are there: by group, or by parameter
+    extras: dict[str, Any]  # entries beside these, of one optimizer
+    record: KindRecord = field(default_factory=KindRecord)  # of the save
+    stored: dict[str, str] = field(default_factory=dict)  # stored names of parameters
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
     prefix: str = ""  # of the names of its states in the checkpoint
@@ -72,6 +80,7 @@ class OptimizerPart(LoadPart):
     has_named_groups: bool = False
     rules: TrainingRules | None = None
     may_miss: Callable[[str], object] = lambda _: False  # of names in the checkpoint
+    read: Callable[[Sequence[str]], Mapping[str, Any]] = {}.fromkeys  # items of a few bytes
 
     def __post_init__(self) -> None:
         self._is_named = isinstance(self.optimizer, Mapping)
@@ -79,47 +88,96 @@ class OptimizerPart(LoadPart):
         self._own: dict[str, _Own] = {}
 
     def state_dict(self) -> dict[str, Any]:
+        """Raises UnsupportedError: no load could give an optimizer's state back."""
         states: dict[str, Any] = {}
         for name, optimizers in by_name(self.optimizer).items():
             each = flat(optimizers)
-            with ExitStack() as stack:
-                for one in each:
-                    stack.enter_context(_unstepped(one))
-                own: dict[str, Any] = get_optimizer_state_dict(self.model, each)
-            groups = own[_GROUPS]
-            self._own[name] = _Own(each, [list(g[_PARAMS]) for g in groups], own[_STATE])
+            raw = [self._raw_state(one) for one in each]
+            extras = {key: v for own in raw for key, v in own.items() if key not in (STATE, GROUPS)}
+            if extras and (len(each) > 1 or self._has_flat):
+                why = "FSDP1" if self._has_flat else "a list of optimizers: give a dict by name"
+                _refuse(each[0], f"its state_dict() has {_quoted(extras)} besides, not under {why}")
+            shown: Any = [_Shown(one, own) for one, own in zip(each, raw, strict=True)]
+            own: dict[str, Any] = get_optimizer_state_dict(self.model, shown)
+            names = [list(group[PARAMS]) for group in own[GROUPS]]
             if self.has_named_groups:
-                own = {**own, _GROUPS: settings_by_parameter(groups)}
-            states[name] = own
+                own = {**own, GROUPS: settings_by_parameter(own[GROUPS])}
+            self._own[name] = _Own(each, names, own[STATE], own[GROUPS], extras)
+            templates = None if self._has_flat else self._templates(self._own[name])
+            own = {**own, **extras}
+            states[name] = own | record_of(own, templates, list(extras)).as_items()
         return states if self._is_named else states[""]
 
+    def _raw_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns `optimizer.state_dict()`. Raises UnsupportedError: parameters cannot name it."""
+        own: Any = optimizer.state_dict()
+        keys = list(own) if isinstance(own, Mapping) else []
+        if not {STATE, GROUPS} <= set(keys) or not all(type(key) is str for key in keys):
+            _refuse(optimizer, f"its state_dict() has {_quoted(keys)}, not 'state', 'param_groups'")
+        known = set() if self._has_flat else set(map(id, self.model.parameters()))
+        parameters = list(parameters_of([optimizer]))
+        for number, parameter in enumerate(parameters if known else ()):
+            if id(parameter) not in known:
+                sizes = tuple(parameter.size())
+                _refuse(optimizer, f"its parameter {number}, of sizes {sizes}, is not the model's")
+        strange = [key for key in own[STATE] if key not in range(len(parameters))]
+        if strange:
+            _refuse(optimizer, f"its state has {_quoted(strange)}, which is of no parameter")
+        groups = [dict(group) for group in own[GROUPS]]
+        return {**own, STATE: dict(own[STATE]), GROUPS: groups}  # DCP renames in them
+
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
-        """Raises: as `TrainingRules.resolve`, and, if strict, as `check_classes`."""
+        """Raises: as `TrainingRules.resolve`, `Blanks`, and, if strict, as `check_classes`."""
         made = {}
         for name, own in self._own.items():
             prefix = f"{key}.{name}." if self._is_named else f"{key}."
-            names = stored_names(metadata, prefix, self.rules)
-            states = blank_states(
-                beneath(f"{_STATE}.", names.items()),
-                metadata,
-                self._templates(own),
-                own.present,
-                has_wrappers=self.rules is not None and self.rules.wrappers,
-            )
-            kept = state[name] if self._is_named else state
-            own.prefix = prefix + _STATE
-            made[name] = {**kept, _STATE: states}
-            stored = beneath(f"{_GROUPS}.", names.items())
-            settings = self._settings(own, stored)
-            if _GROUPS not in names:  # else all groups are one object, by torch before 2.4
-                numbers = range(len(own.names))
-                own.unsaved = {at for at in numbers if f"{at}.{_PARAMS}" not in stored}
-            if self.strict:
-                check_classes(name, own.optimizers, metadata.state_dict_metadata, settings)
-                if not self.has_named_groups:  # where parameters may have been: `check_sources`
-                    more = blank_groups(stored, metadata, len(own.names))
-                    made[name][_GROUPS] = [*kept[_GROUPS], *more]
+            made[name] = self._fitted(own, name, prefix, metadata)
         return made if self._is_named else made[""]
+
+    def _fitted(self, own: _Own, name: str, prefix: str, metadata: Metadata) -> dict[str, Any]:
+        """Returns the state of one optimizer for the load to fill."""
+        names = stored_names(metadata, prefix, self.rules)
+        texts = list(beneath(f"{RECORD}.", names.items()).values())
+        own.record = KindRecord.decoded(self.read(texts)) if texts else KindRecord()
+        blanks = Blanks(names, prefix, metadata, own.record, self._templates(own))
+        own.prefix, own.stored = prefix + STATE, blanks.stored
+        has_wrappers = self.rules is not None and self.rules.wrappers
+        made: dict[str, Any] = {STATE: blanks.states(own.present, has_wrappers=has_wrappers)}
+        settings: set[str] = set()
+        groups = own.groups
+        if GROUPS not in names:  # else all groups are one object, by torch before 2.4
+            every = set(chain.from_iterable(own.names)) if self.has_named_groups else None
+            stored = blanks.groups(every)
+            own.saved = set(stored)
+            settings = {name.partition(".")[0] for one in stored.values() for name in one}
+            live = groups if self.has_named_groups else dict(enumerate(groups))
+            groups = {at: blanks.group(str(at), one) for at, one in live.items()}
+            if not self.has_named_groups:
+                numbers = count(len(own.names) if self.strict else len(stored))
+                more = takewhile(lambda at: PARAMS in stored.get(str(at), ()), numbers)
+                groups = [*groups.values(), *(blanks.group(str(at), {}) for at in more)]
+                own.unsaved = {
+                    at for at in range(len(own.names)) if PARAMS not in stored.get(str(at), ())
+                }
+        is_same = not self.strict or check_classes(
+            name, own.optimizers, metadata.state_dict_metadata, settings
+        )
+        return {**made, GROUPS: groups, **self._fitted_extras(own, blanks, is_same=is_same)}
+
+    def _fitted_extras(self, own: _Own, blanks: Blanks, *, is_same: bool) -> dict[str, Any]:
+        """Returns the optimizer's own entries to fill. Raises MismatchError: it shows no such."""
+        takes_any = is_same and len(own.optimizers) == 1 and not self._has_flat
+        lost = [key for key in own.record.extras if key not in own.extras]
+        if takes_any or not lost:
+            return blanks.extras(own.extras)
+        if self.strict:
+            raise MismatchError(
+                f"the optimizer that was saved had {_quoted(lost)} beside 'state' and "
+                f"'param_groups', and {type(own.optimizers[0]).__name__} has no such; strict=False "
+                "leaves it out, load_optimizer=False leaves the whole optimizer",
+                fqn=lost[0],
+            )
+        return {}
 
     def _templates(self, own: _Own) -> dict[str, Any]:
         """Returns tensors of the parameters' sizes and shards, by name."""
@@ -128,34 +186,27 @@ class OptimizerPart(LoadPart):
         names = chain.from_iterable(own.names)
         return dict(zip(names, parameters_of(own.optimizers), strict=True))
 
-    def _settings(self, own: _Own, names: Iterable[str]) -> set[str]:
-        """Returns the settings in names "OWNER.SETTING"; notes their owners."""
-        every = set(chain.from_iterable(own.names))
-        owners = {
-            name: owner_of(name, every) if self.has_named_groups else name.partition(".")[0]
-            for name in names
-        }
-        pairs = [(name, owner) for name, owner in owners.items() if owner is not None]
-        own.saved = {owner for _, owner in pairs}
-        return {name[len(owner) + 1 :].partition(".")[0] for name, owner in pairs} - {""}
-
     def check(self, state: dict[str, Any]) -> None:
         """Raises MismatchError: settings of one group differ, or a parameter has none."""
         for name, own in self._own.items():
-            loaded = state[name] if self._is_named else state
-            groups = loaded[_GROUPS]
+            loaded = dict(state[name] if self._is_named else state)
+            groups, states = loaded.pop(GROUPS), loaded.pop(STATE)
+            rekeyed = own.record.rekeyed
             if self.has_named_groups:
-                groups = groups_by_parameter(groups, own.names)
+                settings = {p: rekeyed(f"{GROUPS}.{p}", one, None) for p, one in groups.items()}
+                groups = groups_by_parameter(settings, own.names)
                 saved = own.saved
             else:
+                groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
                 if self.rules is not None:
                     groups = translated_groups(groups, own.names, self.rules)
-                groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[_PARAMS]]
+                groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
                 kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
-                saved = set(chain.from_iterable(g[_PARAMS] for g in kept))
+                saved = set(chain.from_iterable(g[PARAMS] for g in kept))
                 if self.strict:
                     check_sources(kept, own.names)
-            own.new = {_STATE: self._new_states(own, loaded[_STATE], saved), _GROUPS: groups}
+            extras = {key: rekeyed(key, one, own.extras.get(key)) for key, one in loaded.items()}
+            own.new = {STATE: self._new_states(own, states, saved), GROUPS: groups, **extras}
 
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
@@ -165,7 +216,9 @@ class OptimizerPart(LoadPart):
         strange = []
         for name in chain.from_iterable(own.names):
             if name in loaded:
-                states[name] = rekeyed(loaded[name], own.present.get(name))
+                states[name] = own.record.rekeyed(
+                    f"{STATE}.{own.stored.get(name, name)}", loaded[name], own.present.get(name)
+                )
             elif name not in saved:
                 strange.append(name)
                 if own.present.get(name):
@@ -192,12 +245,11 @@ class OptimizerPart(LoadPart):
             with ExitStack() as stack:
                 for one in own.optimizers:
                     stack.enter_context(_dtypes_kept(one))
-                    if self._has_flat:
-                        stack.enter_context(_unstepped(one))
                 if self._has_flat:
+                    shown: Any = [_Shown(one) for one in own.optimizers]
                     options = StateDictOptions(strict=False)
                     set_optimizer_state_dict(
-                        self.model, own.optimizers, optim_state_dict=own.new, options=options
+                        self.model, shown, optim_state_dict=own.new, options=options
                     )
                 else:
                     _load(own)
@@ -209,8 +261,9 @@ def _load(own: _Own) -> None:
     A group takes the settings of its parameters' stored group. One without parameters takes those
     of the group in its place, if that has none either.
     """
-    groups, states = own.new[_GROUPS], own.new[_STATE]
-    owners = {name: at for at, group in enumerate(groups) for name in group[_PARAMS]}
+    extras = dict(own.new)
+    groups, states = extras.pop(GROUPS), extras.pop(STATE)
+    owners = {name: at for at, group in enumerate(groups) for name in group[PARAMS]}
     places = enumerate(own.names)
     for one in own.optimizers:
         new_groups: list[dict[str, Any]] = []
@@ -218,58 +271,45 @@ def _load(own: _Own) -> None:
         for group in one.param_groups:
             place, names = next(places)
             sources = {owners[name] for name in names if name in owners}
-            if not names and len(groups) >= len(own.names) and not groups[place][_PARAMS]:
+            if not names and len(groups) >= len(own.names) and not groups[place][PARAMS]:
                 sources = {place}
             made = dict(group)
             for source in sorted(sources):
                 made.update(groups[source])
             own_numbers = dict(enumerate(names, len(numbers)))
-            new_groups.append({**made, _PARAMS: list(own_numbers)})
+            new_groups.append({**made, PARAMS: list(own_numbers)})
             numbers |= own_numbers
         new_states = {number: states[name] for number, name in numbers.items() if name in states}
-        given = {_STATE: new_states, _GROUPS: new_groups}
+        given = {**extras, STATE: new_states, GROUPS: new_groups}
         one.load_state_dict(given)
         if not _has_hooks(one):
             _put_back(one, given)
 
 
-class _Initialised(defaultdict[Any, Any]):
-    """A state that DCP does not take for a missing one, though it is empty."""
-
-    def __bool__(self) -> bool:
-        return True
+def _quoted(keys: Iterable[object]) -> str:
+    return ", ".join(f"{key!r:.80}" for key in list(keys)[:5]) or "nothing"
 
 
-@contextmanager
-def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps DCP's functions from stepping an optimizer that has no state."""
-    before, initialised = optimizer.state, _Initialised(dict)
-    with ExitStack() as stack:
-        try:
-            if not before:
-                optimizer.state = initialised
-        except AttributeError:  # a wrapper that only shows the state of another one
-            stack.enter_context(_with_a_gradient(optimizer))
-        try:
-            yield
-        finally:
-            if optimizer.state is initialised:  # else it was loaded
-                optimizer.state = before
+def _refuse(optimizer: torch.optim.Optimizer, why: str) -> NoReturn:
+    raise UnsupportedError(
+        f"optimizer {type(optimizer).__name__} cannot be saved by names of parameters: {why}; give "
+        "it in state= instead, which calls its own state_dict() and load_state_dict()"
+    )
 
 
-@contextmanager
-def _with_a_gradient(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Gives a parameter a gradient: DCP's functions step no optimizer that has one."""
-    parameters = list(parameters_of([optimizer]))
-    if not parameters or any(one.grad is not None for one in parameters):
-        yield
-        return
-    smallest = min(parameters, key=torch.Tensor.numel)
-    smallest.grad = torch.zeros_like(smallest)
-    try:
-        yield
-    finally:
-        smallest.grad = None
+class _Shown:
+    """What DCP's functions see of an optimizer: they step one that has no state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None = None):
+        self.state = {"is": "there"}
+        self.param_groups = optimizer.param_groups
+        self._optimizer, self._own = optimizer, own
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._optimizer.state_dict() if self._own is None else self._own
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
 
 
 @contextmanager
@@ -302,9 +342,9 @@ def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
     """Gives an optimizer's states the dtypes that its load was given."""
-    numbers = chain.from_iterable(group[_PARAMS] for group in given[_GROUPS])
+    numbers = chain.from_iterable(group[PARAMS] for group in given[GROUPS])
     for number, parameter in zip(numbers, parameters_of([one]), strict=True):
-        state, own = given[_STATE].get(number), one.state.get(parameter)
+        state, own = given[STATE].get(number), one.state.get(parameter)
         if state and own:
             one.state[parameter] = _as_given(own, state, parameter.dtype)
 
@@ -314,6 +354,8 @@ def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> An
     if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
         is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
         return given.to(own.device) if is_cast else own
+    if type(given) is str:  # torch gives back the repr of a generator
+        return given
     if isinstance(own, dict) and isinstance(given, Mapping):
         for name in own.keys() & given.keys():
             own[name] = _as_given(own[name], given[name], cast_to, name)

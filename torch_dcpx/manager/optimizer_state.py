@@ -1,26 +1,37 @@
 """Blank states of optimizers for a load to fill: for each parameter those that are stored.
 
 A fresh optimizer has no state before its first step, and that step would change the training. So
-the metadata describes the state: names, sizes and dtypes. A tensor of the parameter's sizes is
-sharded as the parameter is.
+the checkpoint describes the state: the metadata has names, sizes and dtypes, and the record of the
+save what else is not as usual (`optimizer_kinds`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from itertools import count
-from typing import Any, TypeAlias
+from collections.abc import Collection, Mapping
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 
+from torch_dcpx.errors import MismatchError
 from torch_dcpx.keys.key_map import keeps_names, unwrapped
+from torch_dcpx.manager.optimizer_kinds import (
+    GROUPS,
+    STATE,
+    Kind,
+    KindRecord,
+    Mesh,
+    is_number,
+)
 from torch_dcpx.manager.translate import TrainingRules, beneath, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
+from torch_dcpx.tensors.memory import is_expanded
 
 _MAX_DEPTH = 64
 _Path: TypeAlias = tuple[Any, ...]  # keys of dicts (str) and places in lists (int)
@@ -35,83 +46,171 @@ def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -
     return beneath(prefix, ((name, "".join(entry.sources[:1])) for name, entry in mapped.items()))
 
 
-def blank_states(
-    names: Mapping[str, str],
-    metadata: Metadata,
-    templates: Mapping[str, torch.Tensor],
-    present: Mapping[str, Mapping[Any, Any]],
-    *,
-    has_wrappers: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Returns the states that a load fills, by parameter: present tensors, and new ones.
+class Blanks:
+    """Makes the state of one optimizer for a load to fill, of its stored names."""
 
-    Args:
-        names: stored names by "PARAMETER.KEY".
-        templates: tensors with the sizes and shards of the parameters, by name.
-        present: states of the optimizer now, by parameter.
-        has_wrappers: whether stored names may lack the components of wrappers.
-    """
-    outline = outline_of(metadata.state_dict_metadata)
-    bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
-    leaves: dict[str, dict[_Path, Any]] = {}
-    for name, source in names.items():
-        stored_owner = owner_of(name, templates, bare)
-        if stored_owner is None:
-            continue
-        owner = stored_owner if stored_owner in templates else bare[stored_owner]
-        path = _path_of(source, name[len(stored_owner) + 1 :], metadata)
-        now, entry = _at(present.get(owner), path), outline(source)
-        leaf = None  # an object: the load puts the stored one in its place
-        if isinstance(entry, TensorStorageMetadata):
-            is_there = isinstance(now, (torch.Tensor, ShardedTensor))
-            leaf = now if is_there else _blank(templates[owner], entry, is_step=path[-1] == "step")
-        leaves.setdefault(owner, {})[path] = leaf
-    return {owner: _nested(own) for owner, own in leaves.items()}
+    def __init__(
+        self,
+        names: Mapping[str, str],
+        prefix: str,
+        metadata: Metadata,
+        record: KindRecord,
+        templates: Mapping[str, Any],
+    ) -> None:
+        """Makes it of stored names by new ones.
 
+        Args:
+            prefix: of the stored names.
+            templates: tensors with the sizes and shards of the parameters, by name.
+        """
+        self.names = names
+        self.record = record
+        self._prefix = prefix
+        self._metadata = metadata
+        self._outline = outline_of(metadata.state_dict_metadata)
+        self._templates = templates
+        self.stored: dict[str, str] = {}  # names of parameters in the checkpoint, by present ones
+        self._settings: dict[str, dict[str, str]] = {}  # stored names by setting, by group
 
-def blank_groups(names: Mapping[str, str], metadata: Metadata, begin: int) -> list[dict[str, Any]]:
-    """Returns the groups from number `begin` on; `names` are by "NUMBER.SETTING"."""
-    outline = outline_of(metadata.state_dict_metadata)
-    leaves: dict[int, dict[_Path, Any]] = {}
-    for name, source in names.items():
-        number, _, rest = name.partition(".")
-        if rest and _is_number(number) and int(number) >= begin:
-            entry, leaf = outline(source), None
-            if isinstance(entry, TensorStorageMetadata):
-                leaf = torch.empty(entry.size, dtype=entry.properties.dtype)
-            leaves.setdefault(int(number), {})[_path_of(source, rest, metadata)] = leaf
-    ends = next(at for at in count(begin) if ("params",) not in leaves.get(at, ()))
-    return [_nested(leaves[at]) for at in range(begin, ends)]
+    def states(
+        self, present: Mapping[str, Mapping[Any, Any]], *, has_wrappers: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        """Returns the states of parameters: present tensors, and new ones.
 
+        Args:
+            present: states of the optimizer now, by parameter.
+            has_wrappers: whether stored names may lack the components of wrappers.
+        """
+        templates = self._templates
+        bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
+        leaves: dict[str, dict[_Path, Any]] = {}
+        for name, source in beneath(f"{STATE}.", self.names.items()).items():
+            new_owner = owner_of(name, templates, bare)
+            if new_owner is None:
+                continue
+            owner = new_owner if new_owner in templates else bare[new_owner]
+            rest = name[len(new_owner) + 1 :]
+            self.stored[owner] = source.removeprefix(f"{self._prefix}{STATE}.")[: -len(rest) - 1]
+            path = self._path_of(source, rest)
+            leaf = self._leaf(source, path, _at(present.get(owner), path), templates[owner])
+            leaves.setdefault(owner, {})[path] = leaf
+        now = {stored: owner for owner, stored in self.stored.items()}
+        for kind, stored, *keys in self.record.empty:
+            owner = now.get(str(stored), str(stored))
+            if kind == STATE and owner in templates:
+                leaves.setdefault(owner, {})[tuple(keys)] = {}
+        return {owner: _nested(own) for owner, own in leaves.items()}
 
-def rekeyed(loaded: Any, present: Any) -> Any:
-    """Returns a loaded state with the present one's keys, or numbers: a checkpoint keeps texts."""
-    if isinstance(loaded, list):
-        now: Any = present if isinstance(present, (list, tuple)) else ()
-        return [rekeyed(v, now[i] if i < len(now) else None) for i, v in enumerate(loaded)]
-    if not isinstance(loaded, dict):
-        return loaded
-    now = present if isinstance(present, Mapping) else {}
-    own = {str(key): key for key in now}
-    are_numbers = all(type(key) is str and _is_number(key) for key in loaded)
-    keys = {text: own.get(text, int(text) if are_numbers else text) for text in loaded}
-    return {key: rekeyed(loaded[text], now.get(key)) for text, key in keys.items()}
+    def groups(self, parameters: Collection[str] | None) -> dict[str, dict[str, str]]:
+        """Returns the stored settings: names by setting, by number of the group or by parameter.
 
+        Args:
+            parameters: their names, if settings are stored by parameter.
+        """
+        for name, source in beneath(f"{GROUPS}.", self.names.items()).items():
+            number = name.partition(".")[0]
+            owner = number if parameters is None else owner_of(name, parameters)
+            if owner is not None and name != owner:
+                self._settings.setdefault(owner, {})[name[len(owner) + 1 :]] = source
+        return self._settings
 
-def _is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
+    def group(self, owner: str, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings of a group, or of a parameter, that are stored. REQUIRES: `groups`.
 
+        Args:
+            owner: number of the group, or name of the parameter.
+            live: the settings now; those that are not stored stay.
+        """
+        return self._mapping((GROUPS, owner), self._settings.get(owner, {}), live)
 
-def _path_of(source: str, rest: str, metadata: Metadata) -> _Path:
-    """Returns the keys beneath a parameter that end a stored name."""
-    if "." not in rest:
-        return (rest,)
-    paths = metadata.planner_data
-    path = paths.get(source) if isinstance(paths, dict) else None
-    if not isinstance(path, tuple):
-        path = tuple(int(part) if _is_number(part) else part for part in rest.split("."))
-    ends = (path[-nkeys:] for nkeys in range(1, min(len(path), _MAX_DEPTH) + 1))
-    return next((end for end in ends if ".".join(map(str, end)) == rest), (rest,))
+    def extras(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's own entries, stored ones and those that `live` has now."""
+        begins = tuple(f"{key}." for key in self.record.extras)
+        names = {
+            name: source for name, source in self.names.items() if f"{name}.".startswith(begins)
+        }
+        return self._mapping((), names, live)
+
+    def _mapping(
+        self, at: _Path, names: Mapping[str, str], live: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Returns a dict of stored names by those in it, and of what only `live` has."""
+        leaves: dict[_Path, Any] = {}
+        for name, source in names.items():
+            path = self._path_of(source, name)
+            leaves[path] = self._leaf(source, path, _at(live, path), None)
+        for path in self.record.empty:
+            if tuple(map(str, path[: len(at)])) == at and (at or path[0] in self.record.extras):
+                leaves[tuple(path[len(at) :])] = {}
+        made = _nested(leaves)
+        return {key: made.pop(key, value) for key, value in live.items()} | made
+
+    def _leaf(self, source: str, path: _Path, now: Any, owner: Any) -> Any:
+        """Returns what the load fills, or None: it puts the stored object there."""
+        entry = self._outline(source)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        is_there = isinstance(now, (torch.Tensor, ShardedTensor)) and now.size() == entry.size
+        if is_there and not (isinstance(now, torch.Tensor) and is_expanded(now)):
+            return now  # filled in place
+        kind = self.record.kinds.get(source.removeprefix(self._prefix))
+        if kind is None:
+            return _usual(owner, entry, is_step=path[-1] == "step")
+        return self._made(source, kind, entry, owner)
+
+    def _made(self, source: str, kind: Kind, entry: TensorStorageMetadata, owner: Any) -> Any:
+        """Returns a new tensor of a recorded kind. Raises MismatchError: nobody can make it."""
+        sizes, dtype = tuple(entry.size), entry.properties.dtype
+        order = list(range(len(sizes)) if kind.order is None else kind.order)
+        if not kind.is_made or len(order) != len(sizes):
+            self._refuse(source, f"a {kind.cls} of sizes {sizes}, {kind.placements}")
+        device = _device(kind, owner, has_dims=len(sizes) > 0)
+        shuffled = [sizes[dim] for dim in order]
+        back = [order.index(dim) for dim in range(len(sizes))]
+        if kind.is_plain:
+            return torch.empty(shuffled, dtype=dtype, device=device).permute(back)
+        mesh = self._mesh(source, kind, owner, device)
+        dims = kind.placements or ()
+        if len(dims) != mesh.ndim or any(type(dim) is int and dim >= len(sizes) for dim in dims):
+            self._refuse(source, f"a DTensor with the placements {dims}")
+        placements = [Shard(back[dim]) if type(dim) is int else Replicate() for dim in dims]
+        made = empty_dtensor(*shuffled, dtype=dtype, device_mesh=mesh, placements=placements)
+        return made.permute(back) if kind.order is not None else made
+
+    def _mesh(self, source: str, kind: Kind, owner: Any, device: torch.device | None) -> DeviceMesh:
+        """Returns the mesh of the parameter, or one that is like the recorded one."""
+        if kind.mesh is None:
+            if not isinstance(owner, DTensor):
+                self._refuse(source, "a DTensor, whose parameter was one")
+            mesh: DeviceMesh = owner.device_mesh
+            return mesh
+        known = [one.device_mesh for one in self._templates.values() if isinstance(one, DTensor)]
+        for mesh in known:
+            if _is_like(mesh, kind.mesh):
+                return mesh
+        if not kind.mesh.is_world or not torch.distributed.is_initialized():
+            self._refuse(source, f"a DTensor on a mesh {kind.mesh.names or kind.mesh.shape}")
+        world = (torch.distributed.get_world_size(),)
+        kind_of_device = "cpu" if device is None else device.type
+        return init_device_mesh(kind_of_device, world, mesh_dim_names=kind.mesh.names)
+
+    def _refuse(self, source: str, what: str) -> NoReturn:
+        raise MismatchError(
+            f"'{source}' was saved as {what}, which no resume makes for a new optimizer: step it "
+            "once before, so that it has a tensor to fill; load_optimizer=False leaves all of it",
+            fqn=source,
+        )
+
+    def _path_of(self, source: str, rest: str) -> _Path:
+        """Returns the keys beneath a parameter that end a stored name."""
+        if "." not in rest:
+            return (rest,)
+        paths = self._metadata.planner_data
+        path = paths.get(source) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple):
+            path = tuple(int(part) if is_number(part) else part for part in rest.split("."))
+        ends = (path[-nkeys:] for nkeys in range(1, min(len(path), _MAX_DEPTH) + 1))
+        return next((end for end in ends if ".".join(map(str, end)) == rest), (rest,))
 
 
 def _at(state: Any, path: _Path) -> Any:
@@ -143,23 +242,34 @@ def _nested(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
     return made
 
 
-def _blank(template: Any, entry: TensorStorageMetadata, *, is_step: bool) -> Any:
-    """Returns a tensor for a load to fill, sharded as the template if it has the same sizes.
+def _device(kind: Kind, owner: Any, *, has_dims: bool) -> torch.device | None:
+    if owner is None:
+        return torch.device(kind.device)
+    local = owner._local_tensor if isinstance(owner, DTensor) else owner
+    device: torch.device = local.device
+    return device if has_dims else None
 
-    Each rank has all of a counter, a tensor without dimensions; a DTensor takes it as it is.
-    """
+
+def _is_like(mesh: DeviceMesh, wanted: Mesh) -> bool:
+    """Returns whether a mesh has the recorded names; without names, as many dimensions."""
+    if wanted.names is None:
+        return mesh.mesh_dim_names is None and mesh.ndim == len(wanted.shape)
+    return mesh.mesh_dim_names == wanted.names
+
+
+def _usual(owner: Any, entry: TensorStorageMetadata, *, is_step: bool) -> Any:
+    """Returns a tensor as `usual_kind` describes it."""
     sizes, dtype = entry.size, entry.properties.dtype
-    is_alike = tuple(sizes) == tuple(template.size()) and not is_step
-    if isinstance(template, ShardedTensor):
-        return _blank_shards(template, dtype) if is_alike else torch.empty(sizes, dtype=dtype)
-    if isinstance(template, DTensor):
-        if is_alike:
-            return torch.empty_like(template, dtype=dtype, requires_grad=False)
-        if len(sizes) > 0:
-            local = torch.empty(sizes, dtype=dtype, device=template.to_local().device)
-            mesh = template.device_mesh
-            return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    device = template.device if len(sizes) > 0 else None
+    is_alike = owner is not None and tuple(sizes) == tuple(owner.size()) and not is_step
+    if isinstance(owner, ShardedTensor):
+        return _blank_shards(owner, dtype) if is_alike else torch.empty(sizes, dtype=dtype)
+    if is_alike:  # with the strides that `zeros_like` gives it
+        return torch.empty_like(owner, dtype=dtype, requires_grad=False)
+    if isinstance(owner, DTensor) and len(sizes) > 0:
+        local = torch.empty(sizes, dtype=dtype, device=owner.to_local().device)
+        mesh = owner.device_mesh
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    device = owner.device if owner is not None and len(sizes) > 0 else None
     return torch.empty(sizes, dtype=dtype, device=device)
 
 
@@ -167,7 +277,7 @@ def _blank_shards(template: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
     metadata = template.metadata()
     properties = dataclasses.replace(metadata.tensor_properties, dtype=dtype, requires_grad=False)
     shards = [
-        Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
+        LocalShard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata)
         for shard in template.local_shards()
     ]
     return ShardedTensor._init_from_local_shards_and_global_metadata(

@@ -164,7 +164,7 @@ class Resume:
                 target = wanted.target()
             try:
                 report = load_by(
-                    self._rules,
+                    self._rules._replace(check_left=wanted.check_left),
                     target,
                     path,
                     storage_reader=quiet_reader(path, options),

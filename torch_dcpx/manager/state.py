@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
+from torch_dcpx.manager.translate import NAMED_GROUPS, flat, parameters_of
 from torch_dcpx.tensors.digests import digests_of
 
 
@@ -125,8 +125,7 @@ class Parts(NamedTuple):
         *,
         has_named_groups: bool,
         strict: bool = True,
-        rules: TrainingRules | None = None,
-        may_miss: Callable[[str], object] = lambda _: False,
+        **of_optimizer: Any,
     ) -> dict[str, Any]:
         """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
         found: dict[str, Any] = {}
@@ -134,7 +133,7 @@ class Parts(NamedTuple):
             found["model"] = ModelPart(self.model, strict)
         if self.optimizer is not None:
             found["optimizer"] = OptimizerPart(
-                self.model, self.optimizer, strict, has_named_groups, rules, may_miss
+                self.model, self.optimizer, strict, has_named_groups, **of_optimizer
             )
         if self.state is not None:
             found["state"] = StatePart(self.state)

@@ -87,6 +87,13 @@ class TrainingRules(KeyMap):
         found = self._reshaped.get(name) or [self._new.get(name, name)]
         return [self._among(new, own) for new in found if new is not None]
 
+    def leaves_out(self, name: str) -> bool:
+        """Returns whether no new name comes of a stored one. REQUIRES: `resolve`."""
+        if not name.startswith(MODEL):
+            return self._renamed(name) is None
+        old = name.removeprefix(MODEL)
+        return self._new.get(old, old) is None and old not in self._reshaped
+
     def _among(self, new: str, own: Set[str]) -> str:
         if new in own or not self.wrappers:
             return new
@@ -192,17 +199,18 @@ def check_classes(
     optimizers: Sequence[torch.optim.Optimizer],
     stored: Iterable[str],
     settings: Iterable[str],
-) -> None:
-    """Raises MismatchError where another class was saved, with `settings` that these have not.
+) -> bool:
+    """Returns whether these classes were saved.
 
-    Others may go on: AdamW from Adam, a subclass, a wrapper; and every class where none was saved.
+    Raises MismatchError where another was, with `settings` that these have not. Others may go on:
+    AdamW from Adam, a subclass, a wrapper; and every class where none was saved.
     """
     begin = f"dcpx.{CLASSES}.{name}"
     owners = (item.rpartition(".") for item in stored if item.startswith(begin))
     saved = {kind for owner, _, kind in owners if owner == begin}
     own = set(classes_of(optimizers))
     if not saved or own <= saved:
-        return
+        return bool(saved)
     known = {key for one in optimizers for group in one.param_groups for key in group}
     strange = {key for key in settings if not key.startswith(_OF_SCHEDULERS)} - known
     if strange:
@@ -213,6 +221,7 @@ def check_classes(
             "takes what there is",
             fqn=name or "optimizer",
         )
+    return False
 
 
 def _listed(names: Iterable[str]) -> str:

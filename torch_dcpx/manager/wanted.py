@@ -6,18 +6,23 @@ and gives them to their objects after the tensors.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dcpx._text import counted
+from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
+from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
 from torch_dcpx.manager.state import Parts, paired_states
 from torch_dcpx.manager.stored import Record, Stored
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, by_name
+from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.reader import quiet_reader
 
 _SMALL = ("lr_scheduler", "dataloader")  # parts that are saved as small values
 
@@ -82,10 +87,56 @@ class Wanted(LoadPart):
             has_named_groups=is_named,
             rules=self.rules,
             may_miss=self.loads.may_miss,
+            read=self._read,
         )
         if self.state_dict():
             target["dcpx"] = self
         return target
+
+    def _read(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns small items of the checkpoint."""
+        items: dict[str, Any] = dict.fromkeys(names, "")
+        load_for_another_call(items, quiet_reader(self.chosen.path, self.options))
+        return items
+
+    def check_left(self, left: Sequence[str], stored: Collection[str]) -> None:
+        """Raises MismatchError: nobody takes names that were saved of a part that is given.
+
+        Without `strict` these are left out, but for states of a parameter that the model still has:
+        its training would go on without them.
+        """
+        parts, loads, rules = self.parts, self.loads, self.rules
+        optimizers = () if parts.optimizer is None else by_name(parts.optimizer)
+        owners = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
+        states = tuple(f"{owner}{STATE}." for owner in owners)
+        begins = states
+        if loads.is_strict:
+            begins += tuple(f"{owner}{GROUPS}." for owner in owners)
+            begins += (MODEL,) if parts.model is not None else ()
+            begins += tuple(f"state.{key}." for key in parts.state or ())
+        owed = [
+            name
+            for name in left
+            if f"{name}.".startswith(begins)
+            and not loads.may_miss(name)
+            and not (rules is not None and rules.leaves_out(name))
+        ]
+        if owed and not loads.is_strict:
+            taken = {name.removeprefix(MODEL) for name in set(stored).difference(left)}
+            rests = {one: next(filter(one.startswith, states)) for one in owed}
+            owed = [one for one, begin in rests.items() if owner_of(one[len(begin) :], taken)]
+        if owed:
+            way = "strict=False, or " if loads.is_strict else ""
+            if any(name.startswith(states) for name in owed):
+                way = f"add_param_group before the resume takes what an optimizer had; {way}"
+            raise MismatchError(
+                f"resume from '{self._path}': it holds {counted(len(owed), 'name')} of what was "
+                f"saved that nothing here takes: {', '.join(map(repr, owed[:5]))}; {way}"
+                "allow_missing=[globs] leaves them out",
+                fqn=owed[0],
+                path=self._path,
+                left=tuple(owed),
+            )
 
     @property
     def content(self) -> Any:

@@ -65,10 +65,15 @@ def refuse_nested(fqn: str, value: Any) -> None:
         )
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Returns whether several elements have one memory, by strides of 0."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True) if has_strides(tensor) else ()
+    return bool(tensor.numel()) and any(size > 1 and stride == 0 for size, stride in dims)
+
+
 def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
-    """Raises UnsupportedError for a target with strides of 0, into which torch copies nothing."""
-    dims = zip(target.shape, target.stride(), strict=True) if has_strides(target) else ()
-    if target.numel() and any(size > 1 and stride == 0 for size, stride in dims):
+    """Raises UnsupportedError for an expanded target, into which torch copies nothing."""
+    if is_expanded(target):
         raise UnsupportedError(
             f"'{fqn}' of sizes {list(target.shape)} and strides {list(target.stride())} has one "
             "memory for several elements, which no load can fill; give it its own by contiguous()"

@@ -1,0 +1,243 @@
+"""Each entry of an optimizer comes back as what it was: class, sharding, strides, keys, values."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from classes import EveryClass, Lookahead, described
+from support.ranks import run_cases
+from torch import optim
+from trainings import Training, manager_of
+
+from torch_dcpx import CorruptionError, KeyMap, MismatchError, UnsupportedError
+from torch_dcpx.manager.optimizer_kinds import KindRecord, record_of
+
+WORKER = Path(__file__).with_name("classes_worker.py")
+
+
+def made(kind: Any, seed: int) -> Training:
+    training = Training(seed)
+    training.optimizer = kind(training.model.parameters())
+    return training
+
+
+def train(training: Training, *steps: int) -> dict[str, Any]:
+    for step in steps:
+        training.gradients(step)
+        training.optimizer.step()
+    return described(dict(training.model.named_parameters()))
+
+
+def parts(training: Training) -> dict[str, Any]:
+    return {"model": training.model, "optimizer": training.optimizer}
+
+
+KINDS = {
+    "every class": EveryClass,
+    "own entries": lambda parameters: Lookahead(optim.AdamW(list(parameters), lr=0.1)),
+    "a key with a dot": lambda parameters: Lookahead(optim.SGD(list(parameters), 0.1), "a.b"),
+}
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_come_back_as_they_were(tmp_path: Path, kind: str, has_state: bool) -> None:
+    training, other = made(KINDS[kind], 0), made(KINDS[kind], 1)
+    train(training, 1, 2, 3)
+    if has_state:
+        train(other, 7)
+    manager_of(tmp_path).save(3, **parts(training))
+    manager_of(tmp_path).resume(**parts(other))
+    held = [described(one.optimizer.state_dict()) for one in (training, other)]
+    assert held[0] == held[1]
+    assert train(training, 4, 5, 6) == train(other, 4, 5, 6)
+
+
+def test_states_of_renamed_parameters_come_back_as_they_were(tmp_path: Path) -> None:
+    training, other = made(EveryClass, 0), made(EveryClass, 1)
+    train(training, 1)
+    manager_of(tmp_path).save(1, **parts(training))
+    renamed = torch.nn.Sequential()
+    renamed.add_module("zero", other.model[0])
+    renamed.add_module("one", other.model[1])
+    names = {"0": "zero", "1": "one"}
+    other.model = renamed
+    other.optimizer = EveryClass(renamed.parameters())  # type: ignore[assignment]
+    translate = KeyMap(lambda name: names[name[0]] + name[1:])
+    manager_of(tmp_path).resume(**parts(other), translate=translate)
+    held = [described(one.optimizer.state_dict()["state"]) for one in (training, other)]
+    assert held[0] == held[1]
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_entries_come_back_as_they_were_on_the_same_and_on_fewer_ranks(tmp_path: Path) -> None:
+    run_cases(WORKER, 2, "all", tmp_path, "save")
+    run_cases(WORKER, 1, "all", tmp_path, "resume")
+
+
+def test_usual_states_need_no_record() -> None:
+    for kind in (optim.AdamW, optim.Adagrad, optim.Adafactor, optim.Rprop):
+        training = made(kind, 0)
+        training.model.to(memory_format=torch.channels_last)
+        train(training, 1, 2)
+        own = training.optimizer.state_dict()
+        names = dict(enumerate(training.model.parameters()))
+        assert record_of(own, names).as_items() == {}  # type: ignore[arg-type]
+
+
+class Color(Enum):
+    RED = 1
+
+
+def test_key_that_only_its_owner_can_make_is_refused_unless_it_is_there(tmp_path: Path) -> None:
+    class Keyed(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for one in group["params"]:
+                    self.state[one].setdefault("by", {Color.RED: 0})[Color.RED] += 1
+
+    training, other = made(Keyed, 0), made(Keyed, 1)
+    train(training, 1, 2)
+    manager_of(tmp_path).save(1, **parts(training))
+    with pytest.raises(MismatchError, match=r"key 'Color.RED', a .*Color, which only"):
+        manager_of(tmp_path).resume(**parts(other))
+    assert not other.optimizer.state
+    train(other, 1)
+    manager_of(tmp_path).resume(**parts(other))
+    assert [own["by"] for own in other.optimizer.state.values()] == [{Color.RED: 2}] * 4
+
+
+class Nested(Lookahead):
+    def state_dict(self) -> Any:
+        return {"base": self.inner.state_dict()}
+
+
+class Global(optim.SGD):
+    def state_dict(self) -> Any:
+        own = super().state_dict()
+        own["state"]["seen"] = {"n": 1}
+        return own
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (lambda parameters: Nested(optim.SGD(list(parameters), 0.1)), "has 'base', not 'state'"),
+        (Global, "its state has 'seen', which is of no parameter"),
+        (
+            lambda parameters: [Lookahead(optim.SGD([one], 0.1)) for one in parameters],
+            "has 'lookahead' besides, not under a list of optimizers: give a dict by name",
+        ),
+    ],
+    ids=["nested", "global", "list"],
+)
+def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
+    tmp_path: Path, kind: Any, text: str
+) -> None:
+    training = made(kind, 0)
+    with pytest.raises(UnsupportedError, match=text):
+        manager_of(tmp_path).save(1, **parts(training))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_own_entries_that_an_optimizer_has_not_are_refused(tmp_path: Path) -> None:
+    training = made(KINDS["own entries"], 0)
+    train(training, 1)
+    manager_of(tmp_path).save(1, **parts(training))
+    plain = made(lambda parameters: optim.AdamW(parameters, lr=0.1), 1)
+    with pytest.raises(MismatchError, match=r"had 'lookahead' beside .* AdamW has no such"):
+        manager_of(tmp_path).resume(**parts(plain))
+    assert not plain.optimizer.state
+    manager_of(tmp_path).resume(**parts(plain), strict=False)
+    assert len(plain.optimizer.state) == 4
+
+
+def test_own_entries_that_were_not_saved_are_missing_by_name(tmp_path: Path) -> None:
+    plain = made(lambda parameters: optim.AdamW(parameters, lr=0.1), 0)
+    train(plain, 1)
+    manager_of(tmp_path).save(1, **parts(plain))
+    other = made(KINDS["own entries"], 1)
+    with pytest.raises(MismatchError, match=r"optimizer\.lookahead\.calls"):
+        manager_of(tmp_path).resume(**parts(other))
+    manager_of(tmp_path).resume(**parts(other), allow_missing=["optimizer.lookahead.*"])
+    assert len(other.optimizer.state) == 4
+
+
+GOOD = {"format": 1, "kinds": [], "keys": {}, "empty": [], "extras": []}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "", "[]", "{}", "null", "[" * 100_000,
+        *(json.dumps(GOOD | more) for more in (
+            {"format": 2}, {"kinds": 1}, {"kinds": [[["T", [0], None, [0, 0], "cpu"], ["a"]]]},
+            {"kinds": [[["T", [-1], None, None, "cpu"], ["a"]]]}, {"kinds": [[[1], ["a"]]]},
+            {"kinds": [[["T", None, [None, ["x"], 1], None, "cpu"], ["a"]]]},
+            {"kinds": [[["T", None, None, [64], "cpu"], ["a"]]]}, {"keys": {"a": [[1, 2]]}},
+            {"keys": {"a": [["x", {"bytes": "zz"}]]}}, {"keys": {"a": [["x", {"a": 1, "b": 2}]]}},
+            {"keys": {"a": [["x", [1]]]}}, {"empty": [[]]}, {"empty": [[None]]}, {"extras": [1]},
+        )),
+    ],
+)  # fmt: skip
+def test_record_that_is_none_is_refused(wrong: str) -> None:
+    assert KindRecord.decoded({"x": json.dumps(GOOD)}) == KindRecord()
+    with pytest.raises(CorruptionError, match="describes no optimizer's state"):
+        KindRecord.decoded({"x": wrong})
+
+
+def of_both(training: Training, *, has_second: bool) -> Any:
+    groups = [{"params": training.model[0].parameters(), "lr": 0.2}]
+    groups += [{"params": training.model[1].parameters(), "lr": 0.1}] * has_second
+    return optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_states_of_a_parameter_that_is_in_no_group_are_not_left_out(
+    tmp_path: Path, strict: bool
+) -> None:
+    training, other = Training(0), Training(1)
+    training.optimizer = of_both(training, has_second=True)
+    train(training, 1)
+    manager_of(tmp_path).save(1, **parts(training))
+    other.optimizer = of_both(other, has_second=False)
+    before = described(dict(other.model.named_parameters()))
+    with pytest.raises(MismatchError, match=r"'optimizer\.state\.1\..*add_param_group") as caught:
+        manager_of(tmp_path).resume(**parts(other), strict=strict)
+    assert len(caught.value.left or ()) == 6
+    assert described(dict(other.model.named_parameters())) == before
+    manager_of(tmp_path).resume(
+        **parts(other), strict=strict, allow_missing=["optimizer.state.1.*"]
+    )
+    assert len(other.optimizer.state) == 2
+
+
+def test_parameters_of_a_larger_model_are_not_left_out_unless_allowed(tmp_path: Path) -> None:
+    training, other = Training(0), Training(1)
+    train(training, 1)
+    manager_of(tmp_path).save(1, **parts(training))
+    other.model = other.model[:1]
+    other.optimizer = optim.AdamW(other.model.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match="8 names of what was saved that nothing here takes"):
+        manager_of(tmp_path).resume(**parts(other))
+    manager_of(tmp_path).resume(model=other.model, translate=lambda n: None if n[0] == "1" else n)
+    manager_of(tmp_path).resume(**parts(other), strict=False)
+    assert len(other.optimizer.state) == 2
+
+
+def test_settings_that_training_added_to_a_group_come_back(tmp_path: Path) -> None:
+    training, other = Training(0), Training(1)
+    more = {
+        "initial_lr": 0.7, "step": torch.tensor(4), "more": {"x": [1, torch.ones(2)], "none": {}}
+    }  # fmt: skip
+    training.optimizer.param_groups[0] |= more
+    manager_of(tmp_path).save(1, **parts(training))
+    manager_of(tmp_path).resume(**parts(other))
+    group = other.optimizer.param_groups[0]
+    assert described({key: group[key] for key in more}) == described(more)
