@@ -20,7 +20,7 @@ SAMPLES: dict[str, Any] = {
     "option": "workers", "value": 7, "fqn": "layer.weight", "errno": 28, "path": "/a/b",
     "offset": 1 << 40, "nbytes": 4096, "touched": ("a", "b.c"), "expected": "x", "found": "y",
     "global_name": "os.system", "owner": "host 1",
-    "missing": ("a",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
+    "missing": ("a",), "left": ("b",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
     "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "candidates": ("x",), "assumptions": ("y",),
     "is_good": True, "ranks": (1, 2), "waited_s": 2.5,
     "phases": ("writing", "planning"),
