@@ -67,7 +67,9 @@ def test_copy_outlives_retention_and_takes_no_slot(
     for step in (4, 5, 6):
         with manager_of(tmp_path, keep_last=2, keep_every=9) as manager:
             target = {"x": torch.zeros(3)}
-            assert manager.resume(state=target).step == step - 1 == target["x"][0]
+            info = manager.resume(state=target)
+            assert (info.step, info.skipped) == (step - 1, ())
+            assert target["x"][0] == step - 1
             save_steps(manager, step)
     assert on_disk(tmp_path) == {name, "step-5", "step-6"}
     assert {
@@ -141,14 +143,16 @@ def test_copied_root_is_a_root_of_its_own(tmp_path: Path) -> None:
 def test_checkpoints_without_a_pointer_are_resumed_and_stay(tmp_path: Path) -> None:
     """As after `cp -r other/step-* here`: nobody knows for whom."""
     other, root = tmp_path / "other", tmp_path / "run"
-    save_steps(manager_of(other), 1, 2)
-    for step in (1, 2):
-        shutil.copytree(other / f"step-{step}", root / f"step-{step}")
+    save_steps(manager_of(other), 1, 2, 3)
+    for tag, name in (("step-1", "step-1"), ("step-2", "step-2"), ("step-3", "mine")):
+        shutil.copytree(other / tag, root / name)
+    save({"x": torch.zeros(3)}, root / "step-0", "stock")
     with manager_of(root, keep_last=1) as manager:
-        assert manager.resume(state={"x": torch.zeros(3)}).step == 2
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.tag, [tag for tag, _ in info.skipped]) == ("step-2", ["mine"])
         save_steps(manager, 3, 4)
-    assert on_disk(root) == {"step-1", "step-2", "step-4"}
-    assert manager_of(root).tags() == ["step-1", "step-2", "step-4"]
+    assert on_disk(root) == {"mine", "step-0", "step-1", "step-2", "step-4"}
+    assert manager_of(root).tags() == ["mine", "step-0", "step-1", "step-2", "step-4"]
 
 
 def test_copies_alone_are_resumed_by_order_and_stay(tmp_path: Path) -> None:
@@ -184,9 +188,10 @@ def test_broken_copy_says_nothing_of_the_original(tmp_path: Path, loss: str) -> 
         damage(tmp_path / "mine")
         with pytest.raises(Exception, match="mine"):
             manager.resume(state={"x": large(0)}, tag="mine")
-    else:
-        next((tmp_path / "mine").glob("__*.distcp")).unlink()
     assert manager.resume(state={"x": large(0)}).step == 2
+    assert manager.tags() == ["mine", "step-1", "step-2"]
+    if loss == "lost":  # behind a look at it
+        next((tmp_path / "mine").glob("__*.distcp")).unlink()
     assert not manager._root.damaged
     assert not manager._root.remembered()[1]
     manager._retention._rules = manager._rules._replace(last=1)
