@@ -46,6 +46,7 @@ def test_requests_of_a_save_and_a_resume(
         "get .metadata",
         *["get .metadata", *data],  # the manager's record
         "head .metadata",
+        "list",  # may something be newer that no manager saved?
         *["get .metadata", *data],  # the load
     ]
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from torch_dcpx._text import counted
 from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments
 from torch_dcpx.artifacts.export import ExportReport, export
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
@@ -39,6 +40,12 @@ from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.pretrained_reader import stored_sizes
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    POINTER_NAME,
+    TRASH_PREFIX,
+    is_pointer_temporary,
+)
 
 _T = TypeVar("_T")
 _Own = TypeVar("_Own")
@@ -46,6 +53,7 @@ _Own = TypeVar("_Own")
 logger = logging.getLogger("torch_dcpx")
 
 _NEED_TAG = frozenset({"save", "pin", "unpin", "delete"})
+_MAX_SHOWN = 8  # names in one message
 _MAX_CHOICES = 8  # while others delete the chosen checkpoint
 
 
@@ -175,11 +183,12 @@ class CheckpointCatalog:
                 stored, skipped = root.examined(tag), ()
             if stored is None:
                 if not allow_fresh and not passed:
-                    root.check_fresh(skipped)
+                    _check_fresh(root, skipped)
                 return None, skipped
             stack.enter_context(root.files.reading(stored.tag))
             if root.files.identity(stored.tag) is not None:
-                return stored, skipped
+                doubts = root.doubts(stored, passed) if tag is None else ()
+                return stored, skipped + doubts
         path = str(root.path)
         problem = f"resume from '{path}': checkpoints are deleted faster than one can be chosen"
         raise NotCommittedError(problem, errno=errno.ESTALE, path=path)
@@ -258,6 +267,35 @@ class CheckpointCatalog:
 
             with self.exchange("dry_run") as exchange:
                 return self.agree(exchange, "dry_run", local, reduce)[1]
+
+
+def _check_fresh(root: ManagerRoot, skipped: Skipped) -> None:
+    """Raises NotCommittedError where a root without a whole checkpoint may hold parts of one.
+
+    Files and directories that no save has made do not count.
+    """
+    files = root.files
+    names = [n for n in files.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
+    names = [n for n in names if not is_pointer_temporary(n) and not files.is_foreign(n)]
+    if METADATA_NAME in names:
+        raise NotCommittedError(
+            f"resume from '{root.path}': it is a checkpoint itself; the root of a manager is "
+            f"the directory above, here '{root.path.parent}'",
+            errno=errno.ENOENT,
+            path=str(root.path),
+        )
+    if names:
+        reasons = dict(skipped)
+        shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
+        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+        entries = counted(len(names), "entry", "entries")
+        raise NotCommittedError(
+            f"resume from '{root.path}': none of {entries} is a whole checkpoint: "
+            f"{', '.join(shown)}{more}; CheckpointManager(..., allow_fresh=True) starts anew "
+            "all the same",
+            errno=errno.ENOENT,
+            path=str(root.path),
+        )
 
 
 class _Live(UserDict[str, Any]):

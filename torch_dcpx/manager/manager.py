@@ -230,7 +230,7 @@ class CheckpointManager:
     def tags(self) -> list[str]:
         """Returns the tags of all whole checkpoints, the oldest commit first.
 
-        Before them come those that no manager saved, by step.
+        First come copies and renamed ones, then what no manager saved, by the numbers in the names.
         """
         return self._catalog.on_coordinator(
             "tags", None, lambda _: [stored.tag for stored in reversed(self._root.listed()[0])]

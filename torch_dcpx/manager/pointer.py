@@ -5,7 +5,8 @@ replaces as a whole. It names
 - the newest checkpoint. A listing gives the same answer, for a reader without the pointer;
 - the tags whose commit has begun: after a kill between a commit and the next pointer, the next job
   sees without a listing that the pointer is stale, and where to look;
-- the damaged saves of past resumes: a later job's retention keeps a good checkpoint instead.
+- the damaged saves of past resumes: a later job's retention keeps a good checkpoint instead;
+- the run: checkpoints that say another one were brought here by the user.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Pointer(NamedTuple):
     order: int = 0  # of its commit; the last one that this root had
     committing: tuple[str, ...] = ()  # tags whose commit has begun
     damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
+    run: str = ""  # that saves beneath this root; "": an earlier version noted none
 
 
 def read_pointer(place: Place) -> Pointer | None:
@@ -120,7 +122,9 @@ def decoded_pointer(file: SmallContent) -> Pointer:
     try:
         found = json.loads(text)
         pointer = Pointer(*(found[name] for name in ("tag", "step", "save_id", "order")))._replace(
-            committing=tuple(found["committing"]), damaged=tuple(found.get("damaged", ()))
+            committing=tuple(found["committing"]),
+            damaged=tuple(found.get("damaged", ())),
+            run=found.get("run", ""),
         )
         tags = [tag for tag in (pointer.tag, *pointer.committing) if tag is not None]
         if not (
@@ -129,7 +133,7 @@ def decoded_pointer(file: SmallContent) -> Pointer:
             and (pointer.step is None or type(pointer.step) is int)
             and (pointer.save_id is None or type(pointer.save_id) is str)
             and all(type(tag) is str and is_tag(tag) for tag in tags)
-            and all(type(save_id) is str for save_id in pointer.damaged)
+            and all(type(word) is str for word in (pointer.run, *pointer.damaged))
         ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -142,6 +146,7 @@ def decoded_pointer(file: SmallContent) -> Pointer:
 def encoded_pointer(pointer: Pointer) -> bytes:
     """Returns the line that `read_pointer` reads."""
     fields = {"format": _FORMAT, **pointer._asdict()}
-    if not pointer.damaged:
-        del fields["damaged"]
+    for name in ("damaged", "run"):
+        if not fields[name]:
+            del fields[name]
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

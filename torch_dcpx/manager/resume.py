@@ -1,7 +1,7 @@
 """One `resume` of a manager, with another attempt for each damaged checkpoint.
 
-1. The coordinator chooses the newest whole checkpoint, or the caller's tag. It holds the readers'
-   lock from here on, so that no retention removes the checkpoint.
+1. The coordinator chooses the newest whole checkpoint, or the caller's tag, and says what may be
+   newer. It holds the readers' lock from here on, so that no retention removes the checkpoint.
 2. `Wanted` raises for missing parts, and for values that were other ranks' own.
 3. `dcpx.load` checks the checkpoint as a whole, then reads it. Behind the read it decodes and
    merges small values: all ranks raise an error of that before any part is filled on any.
@@ -76,11 +76,12 @@ class ResumeInfo:
     Attributes:
         tag: of the checkpoint; None of a fresh start.
         step: of its save; None of a fresh start, and where no manager saved and the name is not
-            "step-N".
+            "step-N": a "checkpoint-1000" has none.
         user_content: as it was saved; None if nothing was.
         metrics: of its save.
         report: of the load; None of a fresh start.
-        skipped: (tag, reason) of directories on the way that are no whole checkpoints.
+        skipped: (tag, reason) of directories on the way that are no whole checkpoints; and of whole
+            ones that may be newer: of no manager, copies, renamed ones, those of another run.
         passed_over: newer checkpoints that are damaged, the newest first.
     """
 

@@ -1,9 +1,9 @@
 """The rules that keep checkpoints, and the thread that removes the others.
 
-Only committed checkpoints count, and a run removes only those that a manager has saved. A commit
-begins it, and the next one waits for it: beside the checkpoints to keep there is at most the save
-in flight. A pinned checkpoint stays, and one with readers until the next run. Where readers go on,
-a WARNING names them.
+Only committed checkpoints count that this manager's run has saved and that lie in their place: what
+a user has copied, renamed or brought here stays. A commit begins a removal, and the next one waits
+for it: beside the checkpoints to keep there is at most the save in flight. A pinned checkpoint
+stays, and one with readers until the next removal. Where readers go on, a WARNING names them.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class KeepRules(NamedTuple):
     ) -> list[Stored]:
         """Returns the checkpoints that no rule keeps, the oldest commit first.
 
-        Checkpoints without a manager's record stay. Damaged saves (ids) take no good one's place:
+        What is not this run's own stays, uncounted. Damaged saves (ids) take no good one's place:
         the rules count with and without them.
         """
-        own = sorted((s for s in stored if s.record is not None), key=lambda s: s.order)
+        own = sorted((s for s in stored if s.is_ours), key=lambda s: s.order)
         good = [s for s in own if s.save_id not in damaged]
         if self.keep_all or not good:
             return []

@@ -3,8 +3,7 @@
 The newest checkpoint is
 1. the one that the pointer names, if it is whole and still that save; or, of the commits that had
    begun when the pointer was written, a later whole one;
-2. else, of all directories, the last commit that is whole. Checkpoints that no manager saved count
-   only where there are no others: the highest step.
+2. else, of all directories, the newest one that is whole, as `newest.py` ranks them.
 The log names each directory that is skipped on the way, with the reason.
 """
 
@@ -18,15 +17,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
-from torch_dcpx._text import counted
 from torch_dcpx.errors import (
     DcpxError,
-    NotCommittedError,
     OutcomeUnknownError,
     StorageError,
     must_be,
 )
 from torch_dcpx.manager.directory_root import DirectoryRoot
+from torch_dcpx.manager.newest import doubts, new_run, ranked, to_ask
 from torch_dcpx.manager.pointer import Pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
@@ -34,15 +32,12 @@ from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,
-    TRASH_PREFIX,
-    is_pointer_temporary,
 )
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 from torch_dcpx.storage.paths import AnyPath, checked_location
 
 logger = logging.getLogger("torch_dcpx")
 
-_MAX_SHOWN = 8
 _GRACE_S = 3600.0
 
 
@@ -86,6 +81,7 @@ class ManagerRoot:
         self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
         self._guard = threading.RLock()
         self._pointer: Pointer | None = None  # as this process has written or read it
+        self._run: str | None = None  # as the pointer names it; None: not read yet
         self._committing: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
@@ -114,12 +110,19 @@ class ManagerRoot:
         return stored
 
     def note_damaged(self, tag: str) -> None:
-        """Notes that bytes of a checkpoint are wrong."""
+        """Notes that bytes of a checkpoint are wrong: of a copy, none that lies in its place."""
         with self._guard:
             known = self._known.get(tag)
-            if known is not None:  # on the coordinator
+            if known is not None and not self._has_original(known[1]):  # on the coordinator
                 self._damaged.add(known[1].save_id)
                 self._noted.add(known[1].save_id)
+
+    def _has_original(self, stored: Stored) -> bool:
+        """Returns whether another file of metadata lies where a copy was made; no link is one."""
+        if stored.record is None or stored.is_in_place:
+            return False
+        own = self.files.identity(stored.tag)
+        return self.files.identity(stored.record.tag) not in (None, own)
 
     def tell_damaged(self) -> None:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
@@ -152,6 +155,8 @@ class ManagerRoot:
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
+        if self._run is None:
+            self._read()
         stored, skipped = self._whole(self.files.directories())
         with self._guard:
             self._damaged &= {found.save_id for found in stored}
@@ -160,8 +165,9 @@ class ManagerRoot:
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
         """Returns all that is or was whole, the newest first, and ids of damaged and lost saves."""
         stored, skipped = self.listed()
-        lost, _ = self._whole((tag for tag, _ in skipped), looks_at_data=False)
-        together = sorted([*stored, *lost], key=lambda each: each.rank_among, reverse=True)
+        whole, _ = self._whole((tag for tag, _ in skipped), looks_at_data=False)
+        lost = [each for each in whole if each.is_ours]  # of a copy the original may be whole
+        together = ranked([*stored, *lost], self.run)
         return together, self.damaged | {found.save_id for found in lost}
 
     def remove(self, tag: str) -> None:
@@ -172,19 +178,12 @@ class ManagerRoot:
     def newest(self) -> tuple[Stored | None, Skipped]:
         """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
-        try:
-            pointer = self.files.read() or Pointer()
-        except DcpxError as error:
-            is_no_root = isinstance(error, StorageError) and error.errno == errno.ENOTDIR
-            if is_no_root or self.files.is_unanswered(error):
-                raise
-            logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
-            pointer = Pointer()
+        pointer = self._read()
         with self._guard:
             self._damaged.update(pointer.damaged)
             self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
-        if not found:
+        if not (found and found[0].is_ours):  # who saved the others moves no pointer
             found, skipped = self.listed()
         self._warned.clear()
         self._warn(skipped)
@@ -195,6 +194,43 @@ class ManagerRoot:
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
         return stored, skipped
+
+    def _read(self) -> Pointer:
+        """Returns the pointer, an empty one where it is missing or of no use; and notes the run.
+
+        Without a pointer nobody knows whose the checkpoints are: retention leaves them alone.
+        """
+        try:
+            pointer = self.files.read()
+        except DcpxError as error:
+            is_no_root = isinstance(error, StorageError) and error.errno == errno.ENOTDIR
+            if is_no_root or self.files.is_unanswered(error):
+                raise
+            logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
+            pointer = None
+        self._run = "" if pointer is None else pointer.run
+        return pointer or Pointer()
+
+    @property
+    def run(self) -> str:
+        """The run that saves here: that of the pointer, or one that begins."""
+        return self._run or new_run(self.path)
+
+    def doubts(self, chosen: Stored, passed: Collection[str]) -> Skipped:
+        """Returns, and logs, whole checkpoints that may be newer than what was just chosen.
+
+        Where the pointer led to it, it examines only those that are not older by their names.
+        """
+        with self._guard:
+            known = {tag: row[1] for tag, row in self._known.items()}
+        names = [name for name in self.files.directories() if name not in known]
+        for name in to_ask(names, chosen):
+            with suppress(DcpxError):  # not whole: a save may be under way
+                known[name] = self.examined(name)
+        others = [s for tag, s in known.items() if tag != chosen.tag and tag not in passed]
+        found = doubts(ranked(others, self.run), chosen)
+        self._warn(found)
+        return found
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
         """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
@@ -234,36 +270,7 @@ class ManagerRoot:
                     raise
                 if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
-        stored.sort(key=lambda each: each.rank_among, reverse=True)
-        return stored, tuple(skipped)
-
-    def check_fresh(self, skipped: Skipped) -> None:
-        """Raises NotCommittedError where a root without a whole checkpoint may hold parts of one.
-
-        Files and directories that no save has made do not count.
-        """
-        files = self.files
-        names = [n for n in files.names() if n != POINTER_NAME and not n.startswith(TRASH_PREFIX)]
-        names = [n for n in names if not is_pointer_temporary(n) and not files.is_foreign(n)]
-        if METADATA_NAME in names:
-            raise NotCommittedError(
-                f"resume from '{self.path}': it is a checkpoint itself; the root of a manager is "
-                f"the directory above, here '{self.path.parent}'",
-                errno=errno.ENOENT,
-                path=str(self.path),
-            )
-        if names:
-            reasons = dict(skipped)
-            shown = [f"'{n}' ({reasons.get(n, 'no checkpoint')})" for n in names[:_MAX_SHOWN]]
-            more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-            entries = counted(len(names), "entry", "entries")
-            raise NotCommittedError(
-                f"resume from '{self.path}': none of {entries} is a whole checkpoint: "
-                f"{', '.join(shown)}{more}; CheckpointManager(..., allow_fresh=True) starts anew "
-                "all the same",
-                errno=errno.ENOENT,
-                path=str(self.path),
-            )
+        return ranked(stored, self.run), tuple(skipped)
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
@@ -334,8 +341,8 @@ class ManagerRoot:
     def _write(self, ended: str = "") -> None:
         committing = tuple(tag for tag in self._committing if tag != ended)
         damaged = tuple(sorted(self._damaged))
-        pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
-        self.files.write(pointer)
+        pointer = self._pointer or Pointer()
+        self.files.write(pointer._replace(committing=committing, damaged=damaged, run=self.run))
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:

@@ -133,7 +133,8 @@ class Saves:
                 retention.reserve(tag)
                 undo.callback(retention.free, tag)
                 retention.look_at_metrics(tag, calls[0].note[0])
-                return parts.record(calls, catalog.root.take_order())
+                record = parts.record(calls, catalog.root.take_order())
+                return record._replace(run=catalog.root.run)
 
             with catalog.exchange("save", tag_or_step, catalog.options.save_timeout_s) as exchange:
                 small, record = catalog.agree(exchange, "agree", local, reduce)

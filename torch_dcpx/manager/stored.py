@@ -48,7 +48,7 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Recurs
 class Record(NamedTuple):
     """A manager's own record in a checkpoint."""
 
-    tag: str  # as it was saved; its directory may have another name by now
+    tag: str  # as it was saved; a directory of another name is a copy, or was renamed
     step: int
     order: int  # of the commit among all beneath this root
     ranks: int  # that saved it
@@ -56,6 +56,7 @@ class Record(NamedTuple):
     parts: tuple[str, ...]  # arguments of `save`, sorted: "model", "optimizer" ...
     per_rank: tuple[str, ...]  # paths of each rank's own values, sorted
     saved_at: int = 0  # seconds since 1970 by the coordinator's clock, for people; 0: unknown
+    run: str = ""  # as in the pointer of its root; "": an earlier version noted none
 
     def encoded(self) -> str:
         """Returns the record as JSON."""
@@ -66,16 +67,18 @@ class Record(NamedTuple):
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
             found = json.loads(text)
-            names = cls._fields[:-1]
+            names = cls._fields[:-2]
             tag, step, order, ranks, metrics, parts, per_rank = (found[name] for name in names)
-            saved_at = found.get("saved_at", 0)  # earlier versions noted none
+            # Earlier versions noted neither.
+            saved_at, run = found.get("saved_at", 0), found.get("run", "")
             metrics = {key: float(n) for key, n in metrics.items() if not math.isnan(float(n))}
-            record = cls(tag, step, order, ranks, metrics, tuple(parts), tuple(per_rank), saved_at)
+            words = tuple(parts), tuple(per_rank)
+            record = cls(tag, step, order, ranks, metrics, *words, saved_at, run)
             numbers = (found["format"], step, order, ranks, saved_at)
             if not (
                 all(type(number) is int and number >= 0 for number in numbers)
                 and ranks <= _MAX_RANKS
-                and all(type(word) is str for word in (tag, *parts, *per_rank))
+                and all(type(word) is str for word in (tag, run, *parts, *per_rank))
             ):
                 raise TypeError(f"{found!r:.200}")
         except _WRONG as error:
@@ -98,6 +101,7 @@ class Stored(NamedTuple):
     path: Location
     save_id: str
     record: Record | None  # None: no manager saved it
+    is_ours: bool = False  # saved by this run, and in its place: retention may remove it
 
     @property
     def step(self) -> int | None:
@@ -113,11 +117,9 @@ class Stored(NamedTuple):
         return 0 if self.record is None else self.record.order
 
     @property
-    def rank_among(self) -> tuple[bool, int, int, str]:
-        """The newest has the highest: commits by order, above checkpoints of others by step."""
-        # Clocks prove nothing, and steps fall when a training goes back.
-        step = -1 if self.step is None else self.step
-        return self.record is not None, self.order, step, self.tag
+    def is_in_place(self) -> bool:
+        """Whether its record names its directory: else it is a user's copy, or was renamed."""
+        return self.record is not None and self.record.tag == self.tag
 
 
 def told_step(tag: str, step: int | None) -> str:

@@ -1,0 +1,241 @@
+"""Whose a checkpoint is: what a user has copied, renamed or brought beneath a root stays."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.saves import save
+from trainings import damage, large, manager_of, on_disk, save_steps
+
+from torch_dcpx import UnsupportedError, export
+from torch_dcpx.manager.stored import Record
+
+
+def copy(root: Path, tag: str, name: str) -> None:
+    shutil.copytree(root / tag, root / name)
+
+
+def link_files(root: Path, tag: str, name: str) -> None:
+    shutil.copytree(root / tag, root / name, copy_function=os.link)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def of_earlier_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves as a version that notes no run."""
+    encoded = Record.encoded
+    monkeypatch.setattr(
+        Record, "encoded", lambda self: encoded(self).replace(f',"run":"{self.run}"', "")
+    )
+    monkeypatch.setattr("torch_dcpx.manager.root.new_run", lambda _: "")
+
+
+@pytest.mark.parametrize(
+    ("make", "tag", "name", "has_run"),
+    [
+        (copy, "step-3", "mine", True),
+        (copy, "step-1", "step-3.backup", True),
+        (copy, "step-1", "step-9", True),  # as if it were another step's
+        (copy, "step-3", "step-03", False),
+        (link_files, "step-3", "best", True),
+        (link_files, "step-1", "step-9", False),
+    ],
+)
+def test_copy_outlives_retention_and_takes_no_slot(
+    tmp_path: Path,
+    make: Callable[[Path, str, str], None],
+    tag: str,
+    name: str,
+    has_run: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_run:
+        of_earlier_versions(monkeypatch)
+    save_steps(manager_of(tmp_path), 1, 2, 3)
+    make(tmp_path, tag, name)
+    before = contents(tmp_path / name)
+    for step in (4, 5, 6):
+        with manager_of(tmp_path, keep_last=2, keep_every=9) as manager:
+            target = {"x": torch.zeros(3)}
+            info = manager.resume(state=target)
+            assert (info.step, info.skipped) == (step - 1, ())
+            assert target["x"][0] == step - 1
+            save_steps(manager, step)
+    assert on_disk(tmp_path) == {name, "step-5", "step-6"}
+    assert {
+        key: value for key, value in contents(tmp_path / name).items() if key in before
+    } == before
+    again = manager_of(tmp_path)
+    assert again.tags() == [name, "step-5", "step-6"]
+    info = again.resume(state=target, tag=name)  # by name it is like any other
+    assert (info.tag, info.step, info.skipped) == (name, int(tag[-1]), ())
+    assert target["x"].tolist() == [float(tag[-1])] * 3
+
+
+@pytest.mark.parametrize("has_pointer", [True, False])
+def test_renamed_newest_is_the_users(
+    tmp_path: Path, has_pointer: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 1, 2, 3, 4)
+    (tmp_path / "step-4").rename(tmp_path / "step-4.bad")
+    if not has_pointer:
+        (tmp_path / "newest").unlink()
+    info = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
+    ((tag, reason),) = info.skipped
+    assert (info.tag, tag) == ("step-3", "step-4.bad")
+    assert "its record names 'step-4'" in reason and "tag='step-4.bad' takes" in reason
+    assert reason in caplog.text
+    with manager_of(tmp_path, keep_last=1) as manager:
+        save_steps(manager, 4, 5)
+    assert on_disk(tmp_path) >= {"step-4.bad", "step-5"}
+    assert manager_of(tmp_path).resume().skipped == ()  # it is older now
+
+
+def test_renamed_back_it_is_the_managers_again(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 1, 2)
+    (tmp_path / "step-2").rename(tmp_path / "aside")
+    assert manager_of(tmp_path).latest() == "step-1"
+    (tmp_path / "aside").rename(tmp_path / "step-2")
+    assert manager_of(tmp_path).latest() == "step-2"
+    with manager_of(tmp_path, keep_last=1) as manager:
+        save_steps(manager, 3)
+    assert on_disk(tmp_path) == {"step-3"}
+
+
+@pytest.mark.parametrize("name", ["step-8000", "from-another-run"])
+def test_checkpoint_of_another_run_is_the_users(tmp_path: Path, name: str) -> None:
+    root, other = tmp_path / "run", tmp_path / "other"
+    save_steps(manager_of(other), *range(7993, 8001))
+    save_steps(manager_of(root), 1, 2, 3)
+    shutil.copytree(other / "step-8000", root / name)
+    with manager_of(root, keep_last=2) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.step, [tag for tag, _ in info.skipped]) == (3, [name])
+        save_steps(manager, *range(4, 14))  # its order passes that of the other
+    assert manager_of(root).tags() == [name, "step-12", "step-13"]
+    assert manager_of(root).resume(tag=name).step == 8000
+    (root / "step-13" / ".metadata").unlink()
+    assert manager_of(root).latest() == "step-12"
+
+
+def test_copied_root_is_a_root_of_its_own(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path / "a"), 1, 2, 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with manager_of(tmp_path / "b", keep_last=1) as manager:
+        assert manager.resume().step == 3
+        save_steps(manager, 4)
+    assert (on_disk(tmp_path / "a"), on_disk(tmp_path / "b")) == (
+        {"step-1", "step-2", "step-3"},
+        {"step-4"},
+    )
+
+
+def test_checkpoints_without_a_pointer_are_resumed_and_stay(tmp_path: Path) -> None:
+    """As after `cp -r other/step-* here`: nobody knows for whom."""
+    other, root = tmp_path / "other", tmp_path / "run"
+    save_steps(manager_of(other), 1, 2, 3)
+    for tag, name in (("step-1", "step-1"), ("step-2", "step-2"), ("step-3", "mine")):
+        shutil.copytree(other / tag, root / name)
+    save({"x": torch.zeros(3)}, root / "step-0", "stock")
+    with manager_of(root, keep_last=1) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.tag, [tag for tag, _ in info.skipped]) == ("step-2", ["mine"])
+        save_steps(manager, 3, 4)
+    assert on_disk(root) == {"mine", "step-0", "step-1", "step-2", "step-4"}
+    assert manager_of(root).tags() == ["mine", "step-0", "step-1", "step-2", "step-4"]
+
+
+def test_copies_alone_are_resumed_by_order_and_stay(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path / "a"), 10, 9)
+    for tag, name in (("step-10", "start"), ("step-9", "again")):
+        shutil.copytree(tmp_path / "a" / tag, tmp_path / "b" / name)
+    with manager_of(tmp_path / "b", keep_last=1) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.tag, info.step, info.skipped) == ("again", 9, ())
+        save_steps(manager, 10, 11)
+    assert on_disk(tmp_path / "b") == {"start", "again", "step-11"}
+
+
+def test_copy_is_pinned_and_deleted_by_name(tmp_path: Path) -> None:
+    with manager_of(tmp_path, keep_last=1) as manager:
+        save_steps(manager, 1, 2)
+        copy(tmp_path, "step-2", "mine")
+        manager.pin("mine")
+        with pytest.raises(UnsupportedError, match="pinned"):
+            manager.delete("mine")
+        manager.unpin("mine")
+        manager.delete("mine")
+    assert on_disk(tmp_path) == {"step-2"}
+
+
+@pytest.mark.parametrize("loss", ["damaged", "lost"])
+def test_broken_copy_says_nothing_of_the_original(tmp_path: Path, loss: str) -> None:
+    manager = manager_of(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state={"x": large(step)})
+    copy(tmp_path, "step-2", "mine")
+    if loss == "damaged":
+        damage(tmp_path / "mine")
+        with pytest.raises(Exception, match="mine"):
+            manager.resume(state={"x": large(0)}, tag="mine")
+    assert manager.resume(state={"x": large(0)}).step == 2
+    assert manager.tags() == ["mine", "step-1", "step-2"]
+    if loss == "lost":  # behind a look at it
+        next((tmp_path / "mine").glob("__*.distcp")).unlink()
+    assert not manager._root.damaged
+    assert not manager._root.remembered()[1]
+    manager._retention._rules = manager._rules._replace(last=1)
+    manager._retention.run()
+    assert on_disk(tmp_path) == {"mine", "step-2"}
+
+
+def test_pointer_of_earlier_versions_is_read_and_gets_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        of_earlier_versions(patch)
+        save_steps(manager_of(tmp_path), 1, 2, 3)
+    assert "run" not in json.loads((tmp_path / "newest").read_bytes())
+    with manager_of(tmp_path, keep_last=2) as manager:
+        assert manager.resume().step == 3
+        save_steps(manager, 4)
+    assert json.loads((tmp_path / "newest").read_bytes())["run"]
+    assert on_disk(tmp_path) == {"step-3", "step-4"}
+
+
+@pytest.mark.parametrize("run", [1, None, ["a"]])
+def test_run_that_is_no_text_is_no_pointer(
+    tmp_path: Path, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 1)
+    fields = json.loads((tmp_path / "newest").read_bytes())
+    (tmp_path / "newest").write_text(json.dumps({**fields, "run": run}))
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        assert manager_of(tmp_path).latest() == "step-1"
+    assert "the pointer to the newest checkpoint is of no use" in caplog.text
+
+
+def test_directories_keep_their_modes(tmp_path: Path) -> None:
+    root, out = tmp_path / "run", tmp_path / "out"
+    save({"x": torch.zeros(3)}, root / "step-0", "stock")
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 1)
+        export(root / "step-0", out, keys=["x"], no_dist=True)
+        for path in (root, root / "step-1", out):
+            path.chmod(0o2700)
+        save_steps(manager, 1)
+        manager.pin(1)
+        save_steps(manager, 2, 3)
+        export(root / "step-0", out, keys=["x"], no_dist=True)
+    modes = {path.name: path.stat().st_mode & 0o7777 for path in (root, root / "step-1", out)}
+    assert modes == dict.fromkeys(("run", "step-1", "out"), 0o2700)

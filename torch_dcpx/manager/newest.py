@@ -1,0 +1,132 @@
+"""Which of the whole checkpoints beneath a root is the newest, and which others may be newer.
+
+The newest is, of the first of these that are there,
+1. the last commit of this run. Clocks prove nothing, and steps fall when a training goes back;
+2. the last commit of other runs, which the user has brought here;
+3. of what no manager saved, what has the highest numbers in its name, "step-N" before others;
+4. of copies and renamed ones, whose records name another directory, the last commit.
+
+Only the first are the manager's own: retention neither counts nor removes what a user has made.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch_dcpx.manager.stored import Skipped, Stored
+from torch_dcpx.storage.object_url import Location
+
+# Dates, with or without a time, are one number; fractions (losses, versions) are no order.
+_TOKEN = re.compile(
+    r"(?P<date>(?<![0-9])(?:19|20)[0-9]{2}(?:([-_.])[0-9]{2}\2[0-9]{2}"
+    r"(?:[-_T ][0-9]{2}[-_.:]?[0-9]{2}(?:[-_.:]?[0-9]{2})?)?|[0-9]{4}[-_T][0-9]{6})(?![0-9]))"
+    r"|(?P<fraction>[0-9]+(?:\.[0-9]+)+(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+][0-9]+)"
+    r"|(?P<number>[0-9]+)"
+)
+_DIGIT = re.compile("[0-9]")
+_PROCESS = uuid.uuid4()
+_MAX_ASKED = 16
+
+
+def new_run(path: Location) -> str:
+    """Returns the id of a run that begins beneath a root: one in this process, another in others.
+
+    Two managers of one process on one root are of one run.
+    """
+    return uuid.uuid5(_PROCESS, str(path)).hex[:12]
+
+
+def ranked(found: Iterable[Stored], run: str) -> list[Stored]:
+    """Returns checkpoints, the newest first; each says whether it is this run's."""
+    told = (
+        each._replace(is_ours=each.is_in_place and getattr(each.record, "run", None) in ("", run))
+        for each in found
+    )
+    return sorted(told, key=_rank, reverse=True)
+
+
+def _rank(stored: Stored) -> tuple[Any, ...]:
+    record = stored.record
+    if record is None:
+        form, numbers = numbered(stored.tag)
+        return False, False, True, form == numbered("step-0")[0], numbers, stored.tag
+    return stored.is_ours, stored.is_in_place, False, record.order, record.step, stored.tag
+
+
+def numbered(name: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the form of a name, without its numbers; and these."""
+    numbers: list[int] = []
+
+    def blank(match: re.Match[str]) -> str:
+        if match["fraction"]:
+            return "\0.\0"
+        numbers.append(int("".join(_DIGIT.findall(match[0]))))
+        return "\0" if match["number"] else _DIGIT.sub("\0", match[0])
+
+    return _TOKEN.sub(blank, name), tuple(numbers)
+
+
+def is_lower(name: str, other: str) -> bool:
+    """Returns whether two names differ by numbers alone, none higher in the first."""
+    (form, numbers), (other_form, others) = numbered(name), numbered(other)
+    is_one_form = form == other_form and numbers != others
+    return is_one_form and all(a <= b for a, b in zip(numbers, others, strict=True))
+
+
+def is_older_by_name(name: str, chosen: Stored) -> bool:
+    """Returns whether a name says that what it names is older than the chosen checkpoint."""
+    # A manager's checkpoint has a step, whatever its name.
+    step = f"step-{chosen.step}"
+    return is_lower(name, chosen.tag) or (chosen.record is not None and is_lower(name, step))
+
+
+def to_ask(names: Iterable[str], chosen: Stored) -> list[str]:
+    """Returns the names, at most 16, that do not say that they are older: of each form the highest
+    first.
+    """
+    found = [name for name in names if not is_older_by_name(name, chosen)]
+    found.sort(key=lambda name: numbered(name)[1], reverse=True)
+    places: Counter[str] = Counter()
+
+    def place(name: str) -> int:
+        form = numbered(name)[0]
+        places[form] += 1
+        return places[form]
+
+    return sorted(found, key=place)[:_MAX_ASKED]
+
+
+def doubts(others: Iterable[Stored], chosen: Stored) -> Skipped:
+    """Returns which of the others, the newest first, may be newer than the chosen one, and why.
+
+    Of those whose names have one form the highest stands for all.
+    """
+    told: list[tuple[str, str]] = []
+    for other in others:
+        why = _doubt(other, chosen)
+        if why and not any(is_lower(other.tag, tag) for tag, _ in told):
+            way_out = f"'{chosen.tag}' was taken; tag='{other.tag}' takes this one"
+            told.append((other.tag, f"whole, but {why}: {way_out}"))
+    return tuple(told)
+
+
+def _doubt(other: Stored, chosen: Stored) -> str:
+    """Returns why nobody knows whether `other` is newer; "" if it is older, or a copy."""
+    record, taken = other.record, chosen.record
+    if record is None:
+        is_older = is_older_by_name(other.tag, chosen)
+        return "" if is_older else "no manager saved it, and its name does not say that it is older"
+    if other.is_ours or other.save_id == chosen.save_id:
+        return ""
+    is_one_run = taken is not None and (record.run == taken.run or "" in (record.run, taken.run))
+    if taken is not None and (
+        record.order < taken.order if is_one_run else chosen.is_ours and record.step <= taken.step
+    ):
+        return ""
+    if not other.is_in_place:
+        return f"its record names '{record.tag}', so it is a copy, or was renamed"
+    return "it is of another run"
