@@ -192,7 +192,7 @@ class CheckpointManager:
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor with an optimizer.
+            UnsupportedError: a tensor to fill is on `meta`; `translate` reshapes an optimizer's.
             DcpxError: as `dcpx.load`.
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it

@@ -196,6 +196,7 @@ class Resume:
     def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
+        self.parts.check_memory()
         check_bool("strict", self.strict)
         check_bool("load_optimizer", self.load_optimizer)
         check_bool("fallback", self.fallback)
