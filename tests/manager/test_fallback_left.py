@@ -152,7 +152,7 @@ STATES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("one, two, name", STATES.values(), ids=STATES)
+@pytest.mark.parametrize(("one", "two", "name"), STATES.values(), ids=STATES)
 def test_part_of_the_state_that_only_the_damaged_one_holds(
     tmp_path: Path, one: dict[str, Any], two: dict[str, Any], name: str
 ) -> None:

@@ -96,7 +96,7 @@ PARTS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("make, text", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize(("make", "text"), PARTS.values(), ids=PARTS)
 def test_what_is_on_meta_is_refused_by_name_and_nothing_is_read(
     root: Path, make: Callable[[], dict[str, Any]], text: str
 ) -> None:
