@@ -6,7 +6,7 @@
    looks at one tuple, and no more.
 2. The operation ends: its locks are free, and a save that ended well is durable.
 3. `Operation` calls each callback once, on the thread where the operation ended, in the caller's
-   context. An error of a callback is logged and changes nothing.
+   context. An error of a callback is logged and changes nothing; an exit is raised behind the last.
 """
 
 from __future__ import annotations
@@ -113,11 +113,10 @@ class _Listener:
         self._callback = callback
         self._logged: set[type] = set()
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: Event) -> BaseException | None:
+        """Calls the callback. Returns its exit or interrupt, for when all have been called."""
         try:
             self._callback(event)
-        except (KeyboardInterrupt, SystemExit):
-            raise
         except BaseException as error:  # asyncio's CancelledError as well
             if type(error) not in self._logged:
                 self._logged.add(type(error))
@@ -127,6 +126,9 @@ class _Listener:
                     event.call,
                     event.path,
                 )
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                return error
+        return None
 
 
 _guard = Guard()  # a signal handler may call `on_event`
@@ -142,10 +144,10 @@ def on_event(callback: Callback) -> Callable[[], None]:
     and those of a manager return after that. A save that `on_busy` skips has no event.
 
     Callbacks are called in the order in which they were added, each once for each `on_event`. Their
-    errors are logged, with traceback, the first one of each type; KeyboardInterrupt and SystemExit
-    are raised. They run in a copy of the caller's context (`contextvars`). A forked child keeps
-    the callbacks, for operations of its own. A callback may save and load, but not with other
-    ranks: give `no_dist=True`.
+    errors are logged, with traceback, the first one of each type. A blocking call raises
+    KeyboardInterrupt and SystemExit of one when all have been called. They run in a copy of the
+    caller's context (`contextvars`). A forked child keeps the callbacks, for operations of its own.
+    A callback may save and load, but not with other ranks: give `no_dist=True`.
 
     Args:
         callback: gets the event; keep it short, for a blocking call waits for it.
@@ -220,9 +222,9 @@ class Operation:
         listeners, self._listeners = self._listeners, ()
         if os.getpid() != self._pid:  # a forked child unwinds its parent's operation
             return
-        for listener in listeners:
-            if listener.is_active:
-                self._context.run(listener.hear, event)
+        exits = [self._context.run(one.hear, event) for one in listeners if one.is_active]
+        for error in filter(None, exits):
+            raise error
 
     def __enter__(self) -> Operation:
         return self

@@ -89,6 +89,9 @@ class _Told:
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Any:
+        return self  # frozen; a copy of `progress` would be one of what it is bound to
+
 
 @options_from_environment
 @dataclass(frozen=True, repr=False)

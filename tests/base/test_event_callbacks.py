@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.async_saves import gated, no_save_is_left
+from support.async_saves import failing_options, gated, no_save_is_left
 from support.event_calls import STATE, async_save, listen, target
 from support.machine import seconds
 
@@ -293,17 +293,45 @@ def test_cancelled_task_in_a_callback_changes_nothing(
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_interrupt_in_a_callback_passes_behind_the_commit(
+def test_interrupt_in_a_callback_passes_behind_the_commit_and_the_others(
     tmp_path: Path, listen: Any, kind: type[BaseException]
 ) -> None:
     found: list[Any] = []
 
     def interrupt(event: Any) -> None:
         found.append(event)
+        raise kind("first" if len(found) == 1 else "later")
+
+    for callback in (interrupt, found.append, interrupt, found.append):
+        listen(callback)
+    with pytest.raises(kind, match="first"):
+        dcpx.save(STATE, tmp_path)
+    assert [type(event) for event in found] == [dcpx.SaveEnded] * 4
+    assert dcpx.load_tensors(tmp_path).keys() == {"w"}
+    with pytest.raises(kind):
+        dcpx.load(target(), tmp_path / "missing")
+    assert [type(event) for event in found[4:]] == [dcpx.LoadFailed] * 4
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_interrupt_behind_a_background_save_is_logged_and_keeps_no_other_callback(
+    tmp_path: Path,
+    listen: Any,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException],
+    has_failed: bool,
+) -> None:
+    found: list[Any] = []
+
+    def interrupt(_event: Any) -> None:
         raise kind
 
     listen(interrupt)
-    with pytest.raises(kind):
-        dcpx.save(STATE, tmp_path)
-    assert [type(event) for event in found] == [dcpx.SaveEnded]
-    assert dcpx.load_tensors(tmp_path).keys() == {"w"}
+    listen(found.append)
+    handle = dcpx.async_save(STATE, tmp_path, options=failing_options() if has_failed else None)
+    assert (handle.exception() is not None) == has_failed
+    dcpx.wait()
+    assert [type(event) for event in found] == [dcpx.SaveFailed if has_failed else dcpx.SaveEnded]
+    records = [each for each in caplog.records if "a callback of on_event" in each.message]
+    assert [each.exc_info[0] for each in records if each.exc_info] == [kind]

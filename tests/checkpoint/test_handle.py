@@ -96,23 +96,44 @@ def test_callback_of_a_failed_save_is_called_and_collects_no_error(tmp_path: Pat
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize("is_own", [True, False])
 def test_error_of_a_callback_is_logged_and_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: type[BaseException], is_own: bool
 ) -> None:
-    def fail(_ended: SaveHandle) -> None:
+    def fail(_ended: Any) -> None:
         raise error("my own")
 
     gate, options = gated()
     handle = async_save(state_of(1), tmp_path, options=options)
     called = threading.Event()
-    handle.add_done_callback(fail)
-    handle.add_done_callback(lambda _: called.set())
+    added: Any = handle if is_own else handle.durable
+    added.add_done_callback(fail)
+    added.add_done_callback(lambda _: called.set())
     gate.open()
     assert called.wait(seconds(60))
     assert handle.exception() is None
     (record,) = [each for each in caplog.records if each.levelno == logging.ERROR]
     assert record.name == "torch_dcpx" and str(tmp_path) in record.getMessage()
     assert record.exc_info is not None and isinstance(record.exc_info[1], error)
+
+
+def test_exit_in_a_callback_of_the_staged_copies_keeps_no_other_from_its_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They end on the save's thread, which would not save."""
+    handle = SaveHandle("a path", lambda: False, lambda _: None)
+    calls: list[Any] = []
+
+    def leave(_ended: Any) -> None:
+        raise SystemExit
+
+    handle.staged.add_done_callback(leave)
+    handle.staged.add_done_callback(calls.append)
+    thread = threading.Thread(target=lambda: calls.append(handle.staged.set_result(None)))
+    thread.start()
+    thread.join(seconds(60))
+    assert calls == [handle.staged, None]
+    assert "a done callback of the save to 'a path' failed" in caplog.text
 
 
 def test_error_of_a_callback_of_an_ended_save_is_logged_and_not_raised(

@@ -159,6 +159,32 @@ def test_pickled_and_copied_objects_of_ours_stay_ours() -> None:
         assert [vars(each).keys() for each in again] == [vars(each).keys() for each in made]
 
 
+class Trainer:
+    """Of the user: what is copied or pickled with it is too much."""
+
+    def progress(self, _done: int, _total: int) -> None:
+        """Of a save."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise AssertionError("the trainer is copied")
+
+
+def test_objects_of_ours_carry_no_more_than_they_need() -> None:
+    """Stock's can be pickled, and are by DCP's saving process, whatever the options are."""
+    torch_dcpx.install(
+        write_options=WriteOptions(progress=Trainer().progress),
+        read_options=ReadOptions(safe_globals=[lambda: None]),
+    )
+    planners = [DefaultSavePlanner(), DefaultLoadPlanner(), DefaultStager()]
+    for again in (pickle.loads(pickle.dumps(planners)), copy.deepcopy(planners)):
+        assert [type(each) for each in again] == [type(each) for each in planners]
+    for each in planners:
+        own = str(vars(each)).lower()
+        assert "settings" not in own and "options" not in own.replace("stagingoptions", ""), own
+    writer, reader = copy.deepcopy((FileSystemWriter("x"), FileSystemReader("x")))
+    assert writer.options.progress.__self__ is not None and type(reader) is DcpxReader
+
+
 def test_objects_of_stock_that_were_pickled_before_work_on(tmp_path: Path) -> None:
     data = pickle.dumps((FileSystemWriter(tmp_path), DefaultSavePlanner(), DefaultLoadPlanner()))
     state = mixed_state()

@@ -86,7 +86,8 @@ class BackgroundSave:
         except BaseException as error:  # noqa: BLE001  (the handle raises it)
             self._fail(error)
         if self._is_own:
-            self._tell()
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # of a callback; it is logged
+                self._tell()
 
     def _tell(self) -> None:
         durable: Future[Any] = self._handle.durable

@@ -29,11 +29,33 @@ Report: TypeAlias = SaveReport | Any
 logger = logging.getLogger("torch_dcpx")
 
 
-class WatchedFuture(Future[T]):
+class SaveFuture(Future[T]):
+    """A future of the save to a path. An exit in a callback keeps no other from its call."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """As `Future.add_done_callback`; logs what `fn` raises, exits and interrupts, too."""
+        super().add_done_callback(lambda future: self._call(fn, future))
+
+    def _call(self, fn: Callable[[Future[T]], object], future: Future[T]) -> None:
+        try:
+            fn(future)
+        except BaseException as error:
+            logger.exception("a done callback of the save to '%s' failed", self._path)
+            # On the save's thread an exit would keep later callbacks, and who awaits, from the end.
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and not isinstance(error, Exception):
+                raise
+
+
+class WatchedFuture(SaveFuture[T]):
     """A future that knows whether somebody has read its result. Belongs to one process."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
         self.is_collected = False
         self._pid = os.getpid()
 
@@ -93,10 +115,10 @@ class SaveHandle:
     ) -> None:
         self.checkpoint_id = checkpoint_id
         self.leave = leave  # called as the interpreter ends, with a deadline
-        self.staged: Future[None] = Future()
+        self.staged: Future[None] = SaveFuture(checkpoint_id)
         self.staged.set_running_or_notify_cancel()  # nobody but the save ends it
         self.guard = CopyGuard()
-        self.durable: WatchedFuture[Report] = WatchedFuture()
+        self.durable: WatchedFuture[Report] = WatchedFuture(checkpoint_id)
         self._cancel = cancel
 
     @classmethod
@@ -158,17 +180,7 @@ class SaveHandle:
         """
         check_callable("fn", fn, or_none=False)
         self.durable.check_process()
-        self.durable.add_done_callback(lambda _: self._call(fn))
-
-    def _call(self, fn: Callable[[SaveHandle], object]) -> None:
-        try:
-            fn(self)
-        except BaseException as error:
-            logger.exception("a done callback of the save to '%s' failed", self.checkpoint_id)
-            # On the save's thread an exit would keep later callbacks, and who awaits, from the end.
-            is_main = threading.current_thread() is threading.main_thread()
-            if is_main and not isinstance(error, Exception):
-                raise
+        self.durable.add_done_callback(lambda _: fn(self))
 
     def __await__(self) -> Generator[Any, None, Report]:
         self.durable.check_process()

@@ -102,7 +102,7 @@ def load(
         PlanError: ranks made different calls; or `key_map` does not fit the checkpoint: a rule
             without a match, two entries under one name.
         OptionError: an argument that cannot work.
-        UnsupportedError: a reader that is no DcpxReader.
+        UnsupportedError: a reader that is no DcpxReader; a `Stateful` object's tensor on `meta`.
         NotCommittedError, CorruptionError, StorageError, UnsafePickleError: as `DcpxReader`; of any
             rank, on all ranks. `touched` names the values that may hold new bytes.
         RankError, RankLostError, StoreLostError: another rank failed, or did not come within

@@ -29,6 +29,11 @@ from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.tensors.memory import names_on_meta, refuse_meta
+
+_WITH_MEMORY = (
+    "give it memory before, a module by to_empty(device=...); load_pretrained fills modules on meta"
+)
 
 
 class LoadOffer(NamedTuple):
@@ -101,12 +106,15 @@ class RankLoad:
         """Compares and plans as state_dict_loader's `_load_state_dict`; opens no file in vain."""
         planner, reader = self.planner, self.reader
         has_stateful = False
+        on_meta: list[str] = []  # of these a planner's copies would be filled, and lost
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
             value = target[key]
             if is_stateful(value):
                 has_stateful |= not isinstance(value, LoadPart) or value.is_applied
                 value = value.state_dict()
+                on_meta += names_on_meta(value, str(key))
             self.state[key] = value
+        refuse_meta(on_meta, "the state", _WITH_MEMORY)
         metadata, is_of_all = _read_metadata(reader, rank)
         reader_args = {"rank": rank, "use_collectives": is_of_all}
         if not takes(reader.set_up_storage_reader, "kwargs"):

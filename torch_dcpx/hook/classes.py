@@ -132,15 +132,15 @@ class HookedUrlWriter(DcpxWriter):
 class HookedStager(DcpxStager, DefaultStager):
     """A DcpxStager that is a DefaultStager to those who ask."""
 
-    dcpx_settings: Settings
+    dcpx_memory: tuple[int | None, float]  # its bound in bytes, and seconds to wait for it
 
     def __init__(self, config: StagingOptions | None = None) -> None:
-        options = self.dcpx_settings.write_options
+        host_memory_bytes, timeout_s = self.dcpx_memory
         DcpxStager.__init__(
             self,
             StagingOptions() if config is None else config,
-            host_memory_bytes=options.host_memory_bytes,
-            timeout_s=options.save_timeout_s,
+            host_memory_bytes=host_memory_bytes,
+            timeout_s=timeout_s,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -33,6 +33,8 @@ from torch_dcpx._arguments import check_bool, check_choice, check_options, check
 from torch_dcpx._version import __version__
 from torch_dcpx.errors import OptionError
 from torch_dcpx.hook.autoload import WAITING
+from torch_dcpx.hook.blocks import Blocks
+from torch_dcpx.hook.forkserver import ForkserverWatch
 from torch_dcpx.hook.settings import (
     INSTALL,
     VARIABLES,
@@ -80,16 +82,22 @@ def _url_roles() -> dict[type, str]:
     return {getattr(module, name): role for name, role in _URL_CLASSES.items()}
 
 
+_Variables = dict[str, str | None]
+
+
 class _Hook:
     """Knows what is on in this process. All changes are made under its lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.settings: Settings | None = None
-        self.before: dict[str, str | None] = {}  # variables, as they were without `install`
+        self.before: _Variables = {}  # variables, as they were without `install`
+        # Of `use`; with the settings, `before` and the variables as they were.
+        self.blocks: Blocks[tuple[Settings | None, _Variables, _Variables]] = Blocks()
         self.is_patched = False
+        self._forkserver = ForkserverWatch()
 
-    def set(self, settings: Settings | None, variables: dict[str, str | None]) -> None:
+    def set(self, settings: Settings | None, variables: Mapping[str, str | None]) -> None:
         """Switches to settings, and gives children these variables."""
         if settings is not None and not self.is_patched:
             for stock, role in (_ROLE_OF | _url_roles()).items():
@@ -100,11 +108,17 @@ class _Hook:
             atexit.register(_tell_if_unused, os.getpid())
             self.is_patched = True
         self.settings = settings
+        before = _variables()
         for name, text in variables.items():
             if text is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = text
+        self._forkserver.note_change(before, _variables())
+
+
+def _variables() -> _Variables:
+    return {name: os.environ.get(name) for name in VARIABLES}
 
 
 _hook = _Hook()
@@ -197,8 +211,8 @@ def _checked(
 def _switch_on(settings: Settings) -> None:
     with _hook.lock:
         if _hook.settings is None:
-            _hook.before = {name: os.environ.get(name) for name in VARIABLES}
-        _hook.set(settings, dict(variables_of(settings)))
+            _hook.before = _variables()
+        _hook.set(settings, variables_of(settings))
     _tell(settings, "install()")
 
 
@@ -226,7 +240,8 @@ def use(
 ) -> AbstractContextManager[None]:
     """`install`, and at the end of the block what was before: for the whole process.
 
-    Other threads get our classes, too, as long as the block lasts.
+    Other threads get our classes, too, as long as the block lasts. Of blocks that overlap, as in
+    threads or tasks, the one that began last counts until it ends.
 
     Args, Raises: as `install`.
     """
@@ -238,15 +253,16 @@ def use(
 @contextmanager
 def _used(settings: Settings) -> Iterator[None]:
     with _hook.lock:
-        before, variables_before = _hook.settings, dict(_hook.before)
-        variables = {name: os.environ.get(name) for name in VARIABLES}
+        before = _hook.settings, _hook.before, _variables()
         _switch_on(settings)
+        block = _hook.blocks.begin(before)
     try:
         yield
     finally:
         with _hook.lock:
-            _hook.set(before, variables)
-            _hook.before = variables_before
+            if _hook.blocks.end(block):
+                settings_before, _hook.before, variables = block.before
+                _hook.set(settings_before, variables)
 
 
 def install_from_environment() -> None:
@@ -257,7 +273,7 @@ def install_from_environment() -> None:
     with _hook.lock:
         if _hook.settings is not None:
             return  # code has called `install`, which counts
-        _hook.before = {name: os.environ.get(name) for name in VARIABLES}
+        _hook.before = _variables()
         _hook.set(settings, {})
     _tell(settings, f"{INSTALL}={os.environ.get(INSTALL)}")
 
@@ -360,9 +376,14 @@ def _made(stock: type, settings: Settings) -> Any:
     """Returns an object of ours without its `__init__`, which Python calls next."""
     from torch_dcpx.hook.classes import ours_of  # loads the engine, at the first use
 
+    role = _ROLE_OF.get(stock, "")
     made: Any = object.__new__(ours_of(stock))
-    made.dcpx_settings = settings
-    if _ROLE_OF.get(stock, "") in ("planners", "stager"):
+    if role == "stager":
+        options = settings.write_options
+        made.dcpx_memory = options.host_memory_bytes, options.save_timeout_s
+    elif role != "planners":  # writers and readers take the settings in their `__init__`
+        made.dcpx_settings = settings
+    if role in ("planners", "stager"):
         made.__init__()  # copies and pickles of stock's set only what stock has
     return made
 

@@ -192,7 +192,7 @@ class CheckpointManager:
             PlanError: ranks made different calls, or `translate` does not fit the stored names.
             OptionError: a tag, part or other argument that cannot work.
             CorruptionError: the checkpoint is damaged, or the one before it does not fit.
-            UnsupportedError: `translate` splits, merges or transposes a tensor with an optimizer.
+            UnsupportedError: a tensor to fill is on `meta`; `translate` reshapes an optimizer's.
             DcpxError: as `dcpx.load`.
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it
@@ -336,7 +336,7 @@ class CheckpointManager:
                 last save took longer. Default None: unknown.
 
         Raises:
-            OptionError: not on the main thread; no signals, or one that cannot be handled.
+            OptionError: on any rank not the main thread, no signals, or one that nobody can handle.
             PlanError: ranks made different calls.
         """
         catalog = self._catalog
@@ -347,13 +347,13 @@ class CheckpointManager:
 
         with catalog.exchange("save_on_signal") as exchange:
             name = catalog.agree(exchange, "name", local, lambda *_: uuid.uuid4().hex)[1]
-        watch = Preemption(
-            *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
-            timeout_s=catalog.options.save_timeout_s,
-            time_left_s=time_left_s,
-            last_save_s=lambda: self._saves.last_save_s,
-        )
-        watch.watch(signals)
+            watch = Preemption(
+                *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
+                timeout_s=catalog.options.save_timeout_s,
+                time_left_s=time_left_s,
+                last_save_s=lambda: self._saves.last_save_s,
+            )
+            watch.watch_on_all(signals, exchange)
         self._watches.append(watch)
         return watch
 

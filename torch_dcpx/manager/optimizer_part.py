@@ -86,6 +86,7 @@ class OptimizerPart(LoadPart):
         self._is_named = isinstance(self.optimizer, Mapping)
         self._has_flat = any(isinstance(m, FullyShardedDataParallel) for m in self.model.modules())
         self._own: dict[str, _Own] = {}
+        self.kept: list[str] = []  # names of states that were there and were not saved
 
     def state_dict(self) -> dict[str, Any]:
         """Raises UnsupportedError: no load could give an optimizer's state back."""
@@ -223,6 +224,7 @@ class OptimizerPart(LoadPart):
                 strange.append(name)
                 if own.present.get(name):
                     states[name] = own.present[name]
+                    self.kept.append(f"{own.prefix}.{name}")
         if strange and not self._has_flat:
             templates = self._templates(own)
             strange = [name for name in strange if templates[name].requires_grad]

@@ -26,6 +26,7 @@ from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import OptionError, RankLostError, must_be
 from torch_dcpx.manager.pointer import checked_step
+from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.store_keys import Keys
 
 logger = logging.getLogger("torch_dcpx")
@@ -104,6 +105,14 @@ class Preemption:
             self.close()
             problem = f"{tuple(signals)!r:.80}: {error}; give signals that can be handled"
             raise OptionError(f"watch signals {problem}", option="signals") from error
+
+    def watch_on_all(self, signals: Sequence[int], exchange: Exchange) -> None:
+        """Calls `watch` on all ranks; where one raises, all do, and all handlers are put back."""
+        try:
+            exchange.all_reduce("watch", lambda: self.watch(signals), lambda _: None)
+        except BaseException:
+            self.close()
+            raise
 
     def signalled(self) -> None:
         """Does the same as a signal: for tests, and for schedulers that send none."""

@@ -117,6 +117,7 @@ class Resume:
     _passed: list[PassedOver] = field(default_factory=list)
     # Of the first damage. Not the error itself: its frames would keep the loaded values.
     _fields: dict[str, Any] = field(default_factory=dict)
+    _handed: set[str] = field(default_factory=set)  # small parts that have values of a failed one
     _skipped: Skipped = ()
     _removed: int = 0  # chosen ones that were gone when they were to be read
 
@@ -173,11 +174,12 @@ class Resume:
                     **catalog.ranks,
                 )
             except BaseException as error:
+                self._handed |= wanted.handed
                 if self._is_removed(error) or self._passes_over(chosen, error, rank):
                     return None
                 raise
-            if self._passed and not self.strict:
-                self._check_filled(report.missing, has_rules=wanted.rules is not None)
+            if self._passed:
+                self._check_filled(wanted, report.missing)
         metrics, passed = wanted.record.metrics, tuple(self._passed)
         if rank == 0:
             logger.info(self._line(chosen, world_size))
@@ -195,6 +197,7 @@ class Resume:
     def _call(self) -> tuple[KeyMap | None, Call]:
         """Returns the rules for the model's names, and this rank's call."""
         self.parts.check()
+        self.parts.check_memory()
         check_bool("strict", self.strict)
         check_bool("load_optimizer", self.load_optimizer)
         check_bool("fallback", self.fallback)
@@ -259,18 +262,19 @@ class Resume:
             )
         return True
 
-    def _check_filled(self, missing: Sequence[str], *, has_rules: bool) -> None:
-        """Raises CorruptionError on all ranks if bytes of a damaged one may be in `missing`."""
+    def _check_filled(self, wanted: Wanted, missing: Sequence[str]) -> None:
+        """Raises CorruptionError on all ranks if what this attempt left as it was, on any rank, may
+        hold values of a damaged checkpoint; `missing` are the names that its load did not fill.
+        """
 
         def check() -> None:
-            for tag in self._passed_tags if missing else ():
-                # Behind a map the names are not those that are stored.
-                path, options = self.catalog.root.path / tag, self.catalog.read_options
-                held = missing if has_rules else stored_sizes(path, options)
-                left = [name for name in missing if name in held]
-                if left:
-                    names = ", ".join(left[:_MAX_SHOWN])
-                    self._raise(f"what was read in its place does not hold {names}")
+            left = sorted(self._handed - wanted.handed)
+            for tag in self._passed_tags if missing or wanted.kept else ():
+                sizes = stored_sizes(self.catalog.root.path / tag, self.catalog.read_options)
+                left += wanted.held(missing, sizes)
+            if left:
+                names = ", ".join(dict.fromkeys(left[:_MAX_SHOWN]))
+                self._raise(f"what was read in its place does not hold {names}")
 
         with self.catalog.exchange("resume") as exchange:
             exchange.all_reduce("fallback", check, lambda _: None)

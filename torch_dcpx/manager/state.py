@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
 from torch_dcpx.manager.translate import NAMED_GROUPS, flat, parameters_of
 from torch_dcpx.tensors.digests import digests_of
+from torch_dcpx.tensors.memory import refuse_meta
 
 
 @dataclass(eq=False)
@@ -104,6 +106,24 @@ class Parts(NamedTuple):
             raise must_be("dataloader", dataloader, f"a data loader, {stateful}", way_out)
         if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
             raise must_be("state", state, "a dict with str as keys")
+
+    def check_memory(self) -> None:
+        """Raises UnsupportedError: tensors of the model, or of an optimizer, are on meta.
+
+        A load would fill copies of them, which nobody keeps. State: `checkpoint.load_plan`.
+        """
+        model = torch.nn.Module() if self.model is None else self.model
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        names = [f"model.{name}" for name, tensor in tensors if tensor.is_meta]
+        way = (
+            "give it memory before its optimizer is made, by load_pretrained, or by "
+            "to_empty(device=...), which takes shared parameters apart; compute buffers that are "
+            "not persistent anew"
+        )
+        refuse_meta(names, "the model", way)
+        for number, parameter in enumerate(parameters_of(flat(self.optimizer))):
+            own = [f"optimizer parameter {number}"] if parameter.is_meta else []
+            refuse_meta(own, "the optimizer", "make it of parameters that have memory")
 
     @property
     def per_rank(self) -> dict[str, PerRank]:

@@ -6,7 +6,7 @@ and gives them to their objects after the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
-from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.key_map import KeyMap, unwrapped
+from torch_dcpx.keys.mapped_tensor import Sizes
 from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
 from torch_dcpx.manager.state import Parts, paired_states
@@ -59,6 +60,8 @@ class Wanted(LoadPart):
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
         self.rules: TrainingRules | None = None  # of the load
+        self._optimizer: Any = None  # its part of the load
+        self.handed: set[str] = set()  # small parts that have got a value, whole or in part
         self._has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
         self.is_applied = self._has_scheduler or any(
             not name.startswith("user_content") for name in self._names
@@ -79,9 +82,7 @@ class Wanted(LoadPart):
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
         parts, is_named = self.parts, NAMED_GROUPS in self.record.parts
-        if self.translate is not None:
-            names = () if parts.optimizer is None else by_name(parts.optimizer)
-            self.rules = TrainingRules(self.translate, names, has_named_groups=is_named)
+        self.rules = self._rules(has_named_groups=is_named)
         target = parts.stateful(
             strict=self.loads.is_strict,
             has_named_groups=is_named,
@@ -89,6 +90,7 @@ class Wanted(LoadPart):
             may_miss=self.loads.may_miss,
             read=self._read,
         )
+        self._optimizer = target.get("optimizer")
         if self.state_dict():
             target["dcpx"] = self
         return target
@@ -138,6 +140,30 @@ class Wanted(LoadPart):
                 left=tuple(owed),
             )
 
+    def _rules(self, *, has_named_groups: bool) -> TrainingRules | None:
+        if self.translate is None:
+            return None
+        optimizer = self.parts.optimizer
+        names = () if optimizer is None else by_name(optimizer)
+        return TrainingRules(self.translate, names, has_named_groups=has_named_groups)
+
+    @property
+    def kept(self) -> list[str]:
+        """Names of parameters' states that were there, and that the load left as they were."""
+        return [] if self._optimizer is None else self._optimizer.kept
+
+    def held(self, missing: Sequence[str], stored: Mapping[str, Sizes | None]) -> list[str]:
+        """Returns those of `missing` and of `kept` that another checkpoint, whose stored names and
+        sizes these are, would have filled. Raises: as `TrainingRules.resolve`.
+        """
+        rules, names = self._rules(has_named_groups=True), stored.keys()
+        bare = str if rules is None or not rules.wrappers else unwrapped
+        if rules is not None:
+            names = rules.resolve(stored).keys()
+        begins = tuple(f"{bare(name)}." for name in self.kept)
+        states = [name for name in names if name.startswith(begins)]
+        return [name for name in missing if name in names or bare(name) in names] + states
+
     @property
     def content(self) -> Any:
         """The user's content, after the load."""
@@ -172,11 +198,14 @@ class Wanted(LoadPart):
         """Gives the small values to the caller's objects."""
         parts, own = self.parts, self._own
         for one, its_state in self._schedulers:
+            self.handed.add("lr_scheduler")
             one.load_state_dict(its_state)
         if parts.dataloader is not None and "dataloader" in own:
+            self.handed.add("dataloader")
             parts.dataloader.load_state_dict(own["dataloader"])
         for name, value in parts.per_rank.items():
             if name in own:
+                self.handed.add(name)
                 value.value = own[name]
 
     def _own_values(self, small: dict[str, Any]) -> dict[str, Any]:

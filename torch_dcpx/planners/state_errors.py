@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch_dcpx.errors import OptionError, PlanError, with_article
+from torch_dcpx.tensors.memory import names_on_meta, refuse_meta
 
 _MAX_SHOWN = 200  # characters of a name
 _DUPLICATED = "duplicated flatten key "  # torch's text, behind which the name comes
@@ -19,6 +20,7 @@ def naming_state_errors(state: Any) -> Iterator[None]:
     Raises:
         OptionError: the state contains itself, or is nested deeper than Python can follow.
         PlanError: two of its values have one name (torch's text first).
+        UnsupportedError: torch gives tensors on meta no memory.
     """
     try:
         yield
@@ -27,7 +29,11 @@ def naming_state_errors(state: Any) -> Iterator[None]:
         raise _endless(state) from None
     except ValueError as error:
         name = str(error).removeprefix(_DUPLICATED)
-        if isinstance(error, PlanError) or name == str(error):
+        if isinstance(error, PlanError):
+            raise
+        if name == str(error):  # torch's, as of tensors on meta without a process group
+            way = "give them a device, as torch.empty_like(tensor, device='cpu')"
+            refuse_meta(list(names_on_meta(state)), "the state", way)
             raise
         text = f"{error}: two values of the state have this name; rename one of them"
         raise PlanError(text, fqn=name) from error

@@ -7,7 +7,7 @@ shape and placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
+from torch_dcpx._text import counted
 from torch_dcpx.errors import PlanError, UnsupportedError
 
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)  # exact types; others may keep more than values
+_MAX_SHOWN = 5  # names in one message
 
 SHARD_SIZES = (
     "A DTensor's shards must have the sizes that torch cuts its shape into, as those of "
@@ -69,6 +71,29 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     """Returns whether several elements have one memory, by strides of 0."""
     dims = zip(tensor.shape, tensor.stride(), strict=True) if has_strides(tensor) else ()
     return bool(tensor.numel()) and any(size > 1 and stride == 0 for size, stride in dims)
+
+
+def refuse_meta(names: Sequence[str], whose: str, way_out: str) -> None:
+    """Raises UnsupportedError if there are `names`, of tensors on meta that a load would fill."""
+    if names:
+        shown = ", ".join(map(repr, names[:_MAX_SHOWN])) + (", ..." if names[_MAX_SHOWN:] else "")
+        are = "is" if len(names) == 1 else "are"
+        raise UnsupportedError(
+            f"{counted(len(names), 'tensor')} of {whose} {are} on meta, which has no memory to "
+            f"fill: {shown}; {way_out}"
+        )
+
+
+def names_on_meta(state: Any, prefix: str = "") -> Iterator[str]:
+    """Yields the names of tensors on meta in nested dicts, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        if state.is_meta:
+            yield prefix
+        return
+    pairs = enumerate(state) if isinstance(state, (list, tuple)) else ()
+    for key, value in state.items() if isinstance(state, Mapping) else pairs:
+        if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+            yield from names_on_meta(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def refuse_expanded(fqn: str, target: torch.Tensor) -> None:
