@@ -104,7 +104,6 @@ class OptimizerPart(LoadPart):
                 metadata,
                 self._templates(own),
                 own.present,
-                has_wrappers=self.rules is not None and self.rules.wrappers,
             )
             kept = state[name] if self._is_named else state
             own.prefix = prefix + _STATE
@@ -149,7 +148,7 @@ class OptimizerPart(LoadPart):
                 saved = own.saved
             else:
                 if self.rules is not None:
-                    groups = translated_groups(groups, own.names, self.rules)
+                    groups = translated_groups(groups, self.rules)
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[_PARAMS]]
                 kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
                 saved = set(chain.from_iterable(g[_PARAMS] for g in kept))

@@ -18,7 +18,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_dcpx.keys.key_map import keeps_names, unwrapped
+from torch_dcpx.keys.key_map import keeps_names
+from torch_dcpx.keys.wrappers import unwrapped
 from torch_dcpx.manager.translate import TrainingRules, beneath, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 
