@@ -13,6 +13,7 @@ from support.machine import points
 
 import torch_dcpx as dcpx
 from torch_dcpx import _C, KeyMap, Merge, OptionError, PlanError, Split, Transpose
+from torch_dcpx.keys import mapped_state
 
 
 def random_case(rng: random.Random) -> tuple[dict[str, torch.Tensor], list[Any], dict[str, Any]]:
@@ -205,13 +206,13 @@ def test_names_that_stay_as_they_are_are_not_looked_through(
     dcpx.save({"a": torch.arange(3), "b": 7}, tmp_path / "plain")
     dcpx.save({"module.a": torch.arange(3)}, tmp_path / "wrapped")
     asked: list[KeyMap] = []
-    real = KeyMap.readings
+    real = mapped_state.readings
 
-    def readings(self: KeyMap, *args: Any, **kwargs: Any) -> Any:
-        asked.append(self)
-        return real(self, *args, **kwargs)
+    def readings(key_map: KeyMap, *args: Any, **kwargs: Any) -> Any:
+        asked.append(key_map)
+        return real(key_map, *args, **kwargs)
 
-    monkeypatch.setattr(KeyMap, "readings", readings)
+    monkeypatch.setattr(mapped_state, "readings", readings)
     for key_map in (KeyMap(), KeyMap(wrappers=False)):
         target = {"a": torch.zeros(3, dtype=torch.int64), "b": 0}
         dcpx.load(target, tmp_path / "plain", key_map=key_map)

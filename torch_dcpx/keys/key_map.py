@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch_dcpx._arguments import check_bool
@@ -22,8 +21,6 @@ from torch_dcpx.keys.rules import Entries, Rule, applied, checked_rule
 from torch_dcpx.keys.wrappers import MODULE, PRIVATE, WRAPPERS, has_words, renamed, unwrapped
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.storage.paths import checked_location
-
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class DryRun(NamedTuple):
@@ -69,7 +66,7 @@ class KeyMap:
         *,
         tensors_only: bool = False,
         part: str = "",
-        plain: Mapping[str, str] = _NONE,
+        plain: Mapping[str, str] | None = None,
     ) -> Entries:
         """Returns what the stored entries become, by their new names.
 
@@ -77,12 +74,12 @@ class KeyMap:
             stored: sizes of tensors by stored name, None for objects.
             tensors_only: whether None stands for a tensor of unknown sizes instead.
             part: what begins the names that are meant; rules see those without it. Default: all.
-            plain: names without wrappers, of those that a module at hand has. Default: none.
+            plain: names without wrappers, of those that a module at hand has. Default None.
 
         Raises:
             PlanError: two entries get one name, a rule matches nothing, or shapes do not allow it.
         """
-        names = self._names(stored, part, plain)[0]
+        names = self._names(stored, part, plain or {})[0]
         try:
             return self._applied(stored, names, _objects_in({} if tensors_only else stored))
         except PlanError as error:
@@ -92,28 +89,6 @@ class KeyMap:
                     by_word.resolve(stored, tensors_only=tensors_only, part=part)
                     error = _with_way_out(error)
             raise error from None
-
-    def readings(self, stored: Mapping[str, Sizes | None], *, part: str = "") -> Iterator[Entries]:
-        """Yields what the stored entries may become, for a load to choose: the first, as `resolve`
-        does, then with `module.` taken for a wrapper's. Rules may run for each.
-
-        Raises: PlanError: as `resolve`, if the rules fit none of them.
-        """
-        if type(self).resolve is not KeyMap.resolve:
-            yield self.resolve(stored, part=part)
-            return
-        objects, error = _objects_in(stored), None
-        is_any = False
-        for names in self._names(stored, part, _NONE):
-            try:
-                entries = self._applied(stored, names, objects)
-            except PlanError as failure:
-                error = error or failure
-            else:
-                is_any = True
-                yield entries
-        if error is not None and not is_any:
-            raise error
 
     def _names(
         self, stored: Mapping[str, Any], part: str, plain: Mapping[str, str]
@@ -176,6 +151,31 @@ class KeyMap:
         rows = tuple((entry.sources, name) for name, entry in entries.items())
         used = {name for sources, _ in rows for name in sources}
         return DryRun(rows, tuple(name for name in stored if name not in used))
+
+
+def readings(
+    key_map: KeyMap, stored: Mapping[str, Sizes | None], *, part: str = ""
+) -> Iterator[Entries]:
+    """Yields what the stored entries may become, for a load to choose: the first, as `resolve`
+    does, then with `module.` taken for a wrapper's. Rules may run for each.
+
+    Raises: PlanError: as `resolve`, if the rules fit none of them.
+    """
+    if type(key_map).resolve is not KeyMap.resolve:
+        yield key_map.resolve(stored, part=part)
+        return
+    objects, error = _objects_in(stored), None
+    is_any = False
+    for names in key_map._names(stored, part, {}):
+        try:
+            entries = key_map._applied(stored, names, objects)
+        except PlanError as failure:
+            error = error or failure
+        else:
+            is_any = True
+            yield entries
+    if error is not None and not is_any:
+        raise error
 
 
 def keeps_names(key_map: KeyMap, names: Iterable[str]) -> bool:

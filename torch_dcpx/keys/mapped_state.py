@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
-from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.key_map import KeyMap, readings
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes, StoredPart
 from torch_dcpx.keys.rules import Entries
 from torch_dcpx.keys.wrappers import PRIVATE, has_words, renamed, unwrapped
@@ -132,11 +132,11 @@ def matched(
 
     Args: as of `map_state`, and `wanted`, the names of the state.
 
-    Raises: PlanError: as `KeyMap.readings`; a module's names mean two entries each.
+    Raises: PlanError: as `readings`; a module's names mean two entries each.
     """
     spellings = _spellings(list(wanted), key_map, plain)
     nwanted, ways = len(spellings[0]), list[_Way]()
-    for entries in key_map.readings(stored, part=part):
+    for entries in readings(key_map, stored, part=part):
         ways += [_way(names, entries, is_whole=key_map.wrappers is False) for names in spellings]
         if any(way.total == nwanted for way in ways):
             break
