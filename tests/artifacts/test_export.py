@@ -131,8 +131,10 @@ def test_key_map_renames_splits_merges_and_transposes_on_the_way(
     rules = KeyMap(
         Split("qkv", ["q", "k", "v"], dim=0), Merge(r"e\.(\d)", "e", dim=0), Transpose("w"),
         (r"^w$", "head.weight"),
-    )  # fmt: skip
-    dcpx.export(state, tmp_path / "out", key_map=rules)
+    ).rules  # fmt: skip
+    with pytest.raises(dcpx.PlanError, match="no stored name: 'qkv'; wrappers=True in the KeyMap"):
+        dcpx.export(state, tmp_path / "out", key_map=KeyMap(*rules))
+    dcpx.export(state, tmp_path / "out", key_map=KeyMap(*rules, wrappers=True))
     q, k, v = qkv.chunk(3)
     expected = {"q": q, "k": k, "v": v, "e": torch.cat([a, b]), "head.weight": w.T}
     assert_artifact(tmp_path / "out", expected)

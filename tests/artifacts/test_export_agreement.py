@@ -93,7 +93,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"key_map": KeyMap({"a": "y", "b": "x"})},
         ["key_map='1 rules ("],
     ),
-    "wrappers": ({}, {"key_map": KeyMap(wrappers=False)}, ["wrappers=False", "wrappers=True"]),
+    "wrappers": ({}, {"key_map": KeyMap(wrappers=False)}, ["wrappers=False", "wrappers=None"]),
     "durability": (
         {}, {"options": WriteOptions(durability="none")}, ["durability='none' where", "'full'"],
     ),

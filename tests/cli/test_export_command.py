@@ -113,3 +113,14 @@ def test_objects_are_counted_and_nothing_to_write_is_1_and_leaves_nothing(tmp_pa
         error = dcpx(*(tmp_path / one for one in args[:2]), *args[2:], code=1)["error"]
         assert error["type"] in ("PlanError", "UnknownNameError")
         assert not (tmp_path / "z").exists()
+
+
+def test_module_of_ddp_is_left_out_of_names_on_request(tmp_path: Path) -> None:
+    save({f"module.{name}": value for name, value in STATE.items()}, tmp_path / "a")
+    for args, begin in (((), "module."), (("--unwrap",), "")):
+        dcpx(tmp_path / "a", tmp_path / "y.pt", "--overwrite", *args)
+        loaded = torch.load(tmp_path / "y.pt", weights_only=True)
+        assert loaded.keys() == {begin + name for name in STATE}
+    error = dcpx(tmp_path / "y.pt", tmp_path / "b", "--unwrap", code=2)["error"]
+    assert "--unwrap is for exports" in error["message"]
+    assert not (tmp_path / "b").exists()

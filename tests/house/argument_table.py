@@ -247,7 +247,7 @@ TABLE: Table = {
                 Split(3, ("a",)), Split("a", "b"), Split("a", ("b",), dim="0"),
                 Merge(("(",), "a"), Merge("a", 3), Transpose("a", (0, "1")), Transpose(None),
             ),
-            "wrappers": NOT_SWITCHES,
+            "wrappers": NOT_SWITCHES[1:],
         },
     ),
     "KeyMap.dry_run": (KeyMap().dry_run, {}, {"source": (None, 3, b"good", "~/ckpt")}),

@@ -53,7 +53,9 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners", "checkpoint", "integrity", "artifacts", "manager",
     },
-    "cli": {"storage", "metadata", "reader", "checkpoint", "integrity", "artifacts", "hook"},
+    "cli": {
+        "storage", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts", "hook",
+    },
 }  # fmt: skip
 
 # Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and

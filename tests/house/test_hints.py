@@ -203,14 +203,14 @@ def test_wrapped_names_are_told_of_a_key_map_that_finds_them(
 
 
 def test_key_map_is_not_offered_where_it_was_given_or_finds_nothing(tmp_path: Path) -> None:
-    dcpx.save({"module.w": torch.ones(2), "_orig_mod.w": torch.ones(2)}, tmp_path / "ckpt")
-    target = {"w": torch.zeros(2)}
+    dcpx.save({"module.a.w": torch.ones(2), "a.module.w": torch.ones(2)}, tmp_path / "ckpt")
+    target = {"a.w": torch.zeros(2)}
     for more in ({}, {"key_map": KeyMap()}):
         text = text_of(
             MismatchError, lambda more=more: dcpx.load(target, tmp_path / "ckpt", **more)
         )
         assert "KeyMap" not in text
-    model = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(2, 2))
     assert "KeyMap" not in text_of(
         MismatchError, lambda: dcpx.load_pretrained(model, tmp_path / "ckpt")
     )

@@ -227,7 +227,10 @@ def united(of_ranks: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
 
 
 def tensors_of(
-    entries: Mapping[str, Entry], part: str, arguments: ExportArguments
+    entries: Mapping[str, Entry],
+    part: str,
+    plain: Mapping[str, str],
+    arguments: ExportArguments,
 ) -> tuple[list[ExportTensor], dict[str, MappedTensor], list[str]]:
     """Returns the artifact's tensors, the source's pieces of each, and the names of objects.
 
@@ -236,7 +239,7 @@ def tensors_of(
         PlanError: the map does not fit, or the artifact would be empty.
     """
     sizes = {name: entry.sizes for name, entry in entries.items()}
-    mapped = arguments.key_map.resolve(sizes, part=part)
+    mapped = arguments.key_map.resolve(sizes, part=part, plain=plain)
     tensors, objects = [], []
     for name, entry in mapped.items():
         if entry.sizes is None:

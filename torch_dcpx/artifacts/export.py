@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,12 +46,15 @@ from torch_dcpx.checkpoint.same_call import Call, has_functions
 from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import MappedTensor
+from torch_dcpx.keys.wrappers import MODULE
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.storage.reader_lock import being_read
+
+logger = logging.getLogger("torch_dcpx")
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,9 @@ def export(
         keys: globs (`fnmatch`) of names in `source`, flattened by dots. Default None: the model's
             tensors without their prefix if the source has parts (a dict with a dict under
             "model"), else all tensors.
-        key_map: names and shapes of the source to those of the artifact. Default `KeyMap()`: names
-            without wrappers.
+        key_map: names and shapes of the source to those of the artifact. Default `KeyMap()`: of a
+            module, the names of the plain one inside its wrappers; of what is stored, its names,
+            a `module.` included, which `KeyMap(wrappers=True)` leaves out.
         max_shard_bytes: tensor bytes in a file, an int or a text such as "5GB"; a larger tensor has
             a file of its own. Default "5GB". A torch archive is one file.
         dtype: floating tensors are converted to it, as `Tensor.to` does; others stay as they are.
@@ -177,10 +183,11 @@ class Names(NamedTuple):
     part: str
     generation: Generation | None
     call: Call
+    plain: Mapping[str, str] = MappingProxyType({})  # without wrappers, as the source's modules say
 
 
-def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
-    """Returns the names of all ranks, and the prefix of the model's.
+def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str, dict[str, str]]:
+    """Returns the names of all ranks, the prefix of the model's, and `Names.plain` of all.
 
     Raises:
         PlanError: ranks make different calls, or contradict each other.
@@ -195,7 +202,18 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str]:
             f"export: tensors of rank {another} lie under {other!r}, those of rank {rank} under "
             f"{first or 'no part'!r}: give states of one form on all ranks; nothing was written"
         )
-    return united(own.entries for own in of_ranks), max(parts, default="")
+    plain = dict(pair for own in reversed(of_ranks) for pair in own.plain.items())
+    return united(own.entries for own in of_ranks), max(parts, default=""), plain
+
+
+def _tell_kept(names: Iterable[str]) -> None:
+    """Logs that names keep the component of a wrapper, or of a submodule: no module is at hand."""
+    if all(name.startswith(f"{MODULE}.") for name in names):
+        logger.warning(
+            "export: every name begins with '%s.', as those of DDP do, and keeps it: "
+            "key_map=KeyMap(wrappers=True) leaves it out, for the command --unwrap",
+            MODULE,
+        )
 
 
 class _Export:
@@ -231,13 +249,17 @@ class _Export:
                 "durability": self._options.durability,
             }
             call = Call("export", arguments)
-            return Names(*self._source.entries(), self._source.generation, call)
+            names, part = self._source.entries()
+            return Names(names, part, self._source.generation, call, dict(self._source.plain))
 
-        entries, part = self._exchange.all_reduce("names", own, agreed_names)
+        entries, part, plain = self._exchange.all_reduce("names", own, agreed_names)
         chosen, part = selected(entries, part, self._arguments.keys)
         if self._arguments.keys is None:
             self._left_out = tuple(name for name in entries if name not in chosen)
-        self._tensors, self._mapped, self._objects = tensors_of(chosen, part, self._arguments)
+        found = tensors_of(chosen, part, plain, self._arguments)
+        self._tensors, self._mapped, self._objects = found
+        if self._exchange.is_coordinator and not plain and self._arguments.key_map.wrappers is None:
+            _tell_kept(self._mapped)
         self._plan_s = time.perf_counter() - began
 
     def plan(self) -> None:

@@ -64,7 +64,8 @@ def load_pretrained(
             index of safetensors (`*.index.json`); or a directory with `.metadata`,
             `model.safetensors.index.json`, `model.safetensors`, one `*.safetensors` or
             `pytorch_model.bin`.
-        key_map: stored names and shapes to the model's. Default `KeyMap()`: names without wrappers.
+        key_map: stored names and shapes to the model's. Default `KeyMap()`: names of the plain
+            model, as the module itself says what is a wrapper.
         strict: whether names that are not stored are an error. Default True. With False their
             tensors stay as they are, maybe on `meta`.
         allow_missing: globs of names that may be missing all the same. Default ().
@@ -104,7 +105,7 @@ def load_pretrained(
         names = checked_map(key_map) or KeyMap()
         reader, planner = PretrainedReader(path, options=own_options), DcpxLoadPlanner()
         return RankLoad(
-            reader, planner, rules, names, is_model=True, twins=twins, is_handed=handed.is_needed
+            reader, planner, rules, names, model=model, twins=twins, is_handed=handed.is_needed
         )
 
     call = CallId("load_pretrained", last_component(path))

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import add, sub
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import PlanError, UnsupportedError
 from torch_dcpx.keys.mapped_state import model_part
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.wrappers import plain_names
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
@@ -105,11 +107,13 @@ class LiveSource:
 
     def __init__(self, source: nn.Module | Mapping[str, Any]) -> None:
         if isinstance(source, nn.Module):
-            state: dict[str, Any] = source.state_dict()
+            modules, state = {"": source}, source.state_dict()
         else:
+            modules = {str(k): one for k, one in source.items() if isinstance(one, nn.Module)}
             state = with_state_dicts(source)
         with naming_state_errors(state):
             self.state, paths = flatten_state_dict(state)
+        self.plain = plain_names(modules, self.state)
         is_part = any(len(path) > 1 and path[0] == "model" for path in paths.values())
         self._part = "model." if is_part else ""
         self._memory: dict[tuple[int, Sizes], torch.Tensor] = {}
@@ -235,6 +239,7 @@ class StoredSource:
     """A checkpoint, ours or stock's, or safetensors."""
 
     is_shared = True  # any rank can write any box
+    plain: Mapping[str, str] = MappingProxyType({})  # no module is at hand
     slot_parts = _SLOT_PARTS
 
     def __init__(self, path: str | os.PathLike[str], options: WriteOptions) -> None:

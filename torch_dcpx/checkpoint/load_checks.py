@@ -21,8 +21,8 @@ from torch_dcpx._arguments import check_bool, check_choice, checked_globs
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx._text import counted
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.keys.key_map import WRAPPERS, unwrapped
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
+from torch_dcpx.keys.wrappers import unwrapped
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
 from torch_dcpx.tensors.memory import refuse_nested
@@ -126,7 +126,8 @@ def compare(
     near = NearNames(name for name in stored if name not in state)
     nearest = {fqn: near.nearest(fqn) for fqn in refused[:_MAX_SHOWN]}
     if mapped is None:
-        found = found._replace(wrapped=near.count_wrapped(refused), way_in=near.way_in(refused))
+        wrapped = _count_wrapped(refused, state, stored)
+        found = found._replace(wrapped=wrapped, way_in=near.way_in(refused))
     return found._replace(nearest=nearest)
 
 
@@ -208,9 +209,17 @@ def _ways_out(
     yield "strict=False, or allow_missing=[globs], leaves them as they are"
 
 
+def _count_wrapped(names: Sequence[str], state: Iterable[str], stored: Iterable[str]) -> int:
+    """Returns how many of these names of a state a load with `KeyMap()` finds: those that are the
+    only one that differs from the only stored one by wrappers alone.
+    """
+    wanted, there = Counter(map(unwrapped, state)), Counter(map(unwrapped, stored))
+    return sum(wanted[bare] == there[bare] == 1 for bare in map(unwrapped, names))
+
+
 def _unwrapped(name: str) -> str:
     """Returns a name without the components of wrappers, and without a leading `model`."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    parts = unwrapped(name).split(".")
     begin = next((i for i, part in enumerate(parts) if part != "model"), 0)
     return ".".join(parts[begin:])
 
@@ -228,14 +237,6 @@ class NearNames:
         self._by_unwrapped: dict[str, list[str]] = {}
         for name in self._stored:
             self._by_unwrapped.setdefault(_unwrapped(name), []).append(name)
-
-    def count_wrapped(self, names: Sequence[str]) -> int:
-        """Returns how many of these names differ from a stored one by wrappers only, which
-        `KeyMap()` leaves out. Of names that would then meet none counts.
-        """
-        stored = Counter(map(unwrapped, self._stored))
-        wanted = Counter(map(unwrapped, names))
-        return sum(stored[bare] == 1 for bare, count in wanted.items() if count == 1)
 
     def way_in(self, names: Sequence[str]) -> tuple[str, str]:
         """Returns the first part of the stored names that all these lack, and the first part that

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -26,6 +27,7 @@ from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.keys.key_map import KeyMap, keeps_names
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
+from torch_dcpx.keys.wrappers import plain_names
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
@@ -66,7 +68,7 @@ class RankLoad:
         rules: LoadRules,
         key_map: KeyMap | None = None,
         *,
-        is_model: bool = False,
+        model: nn.Module | None = None,
         twins: Mapping[str, Collection[str]] | None = None,
         is_handed: Callable[[Collection[str]], bool] | None = None,
     ) -> None:
@@ -74,7 +76,7 @@ class RankLoad:
 
         Args:
             key_map: from stored names to the state's.
-            is_model: whether to load the model's part of a checkpoint that has parts.
+            model: whose state it is: of a checkpoint that has parts the model's is loaded.
             twins: with a map: by name of the state, other names of the same tensor. The checkpoint
                 need hold only one of them.
             is_handed: takes the missing names, and returns whether the caller hands the loaded
@@ -90,7 +92,8 @@ class RankLoad:
                 value=key_map,
             )
         self._key_map = key_map
-        self._is_model = is_model
+        self._model = model
+        self._modules: dict[str, nn.Module] = {} if model is None else {"": model}
         self._twins = twins or {}
         self._is_handed = is_handed
         self._mapped: MappedState | None = None
@@ -111,6 +114,8 @@ class RankLoad:
             value = target[key]
             if is_stateful(value):
                 has_stateful |= not isinstance(value, LoadPart) or value.is_applied
+                if isinstance(value, nn.Module):
+                    self._modules[str(key)] = value
                 value = value.state_dict()
                 on_meta += names_on_meta(value, str(key))
             self.state[key] = value
@@ -127,7 +132,7 @@ class RankLoad:
         planner.set_up_planner(self.state, metadata, is_coordinator)
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
         self.stored = metadata.state_dict_metadata
-        self._map_state(model_part(metadata) if self._is_model else "")
+        self._map_state("" if self._model is None else model_part(metadata))
         if not self._make_plan():
             return LoadOffer(self.differences)
         self.plan = reader.prepare_local_plan(self.plan)
@@ -174,7 +179,9 @@ class RankLoad:
         wanted = planner.state_dict.keys()
         if wanted <= self.stored.keys() and keeps_names(self._key_map, self.stored):
             return
-        mapped = map_state(planner.state_dict, self.stored, self._key_map, part)
+        state = planner.state_dict
+        plain = plain_names(self._modules, state)
+        mapped = map_state(state, self.stored, self._key_map, part, plain)
         missing = frozenset(mapped.missing)
         mapped.missing[:] = [
             name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))

@@ -202,6 +202,7 @@ def diff(
 @click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
 @click.option("--dtype", help="of floating tensors, such as bfloat16")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
+@click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")
 @click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")
 @command
 def export(source: Location, dest: Location, as_json: bool, **choices: Any) -> int:

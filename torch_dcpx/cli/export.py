@@ -20,6 +20,7 @@ from torch_dcpx.cli.output import FINE, UNSOUND, put_error, put_json, put_lines
 from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.contents import open_contents
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.reader.hints import listed
 from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.object_url import Location, ObjectUrl
@@ -35,6 +36,7 @@ def run_export(
     keys: Sequence[str],
     dtype: str | None,
     max_shard_bytes: str,
+    unwrap: bool,
     overwrite: bool,
     as_json: bool,
 ) -> int:
@@ -44,6 +46,9 @@ def run_export(
     if kind is None and not is_named and find_artifact(source) is not None:
         kind = "dcp"
     _check_dest(source, dest, kind, overwrite)
+    if unwrap and kind == "dcp":
+        problem = "--unwrap is for exports; a checkpoint keeps the names of its source"
+        raise OptionError(problem, option="unwrap", value=unwrap)
     try:
         if kind == "dcp":
             found = _to_checkpoint(source, dest, keys, converted)
@@ -53,6 +58,7 @@ def run_export(
                 dest,
                 format=kind,
                 keys=keys or None,
+                key_map=KeyMap(wrappers=True if unwrap else None),
                 max_shard_bytes=max_shard_bytes,
                 dtype=converted,
                 no_dist=True,

@@ -2,11 +2,16 @@
 
 The planner then plans as if the state had been made like the checkpoint, and reads go straight to
 where the bytes belong: the rules of a KeyMap cost no pass over the data.
+
+What a name of the state means in the checkpoint (`matched`): all names are read in one way, the one
+that finds most of them. A name that differs in wrappers means the only stored name that does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +20,14 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
 from torch_dcpx.errors import PlanError
-from torch_dcpx.keys.key_map import KeyMap, unwrapped
-from torch_dcpx.keys.mapped_tensor import MappedTensor, StoredPart
+from torch_dcpx.keys.key_map import KeyMap, readings
+from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes, StoredPart
+from torch_dcpx.keys.rules import Entries
+from torch_dcpx.keys.wrappers import PRIVATE, has_words, renamed, unwrapped
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
 from torch_dcpx.tensors.memory import refuse_nested
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class MappedTarget:
@@ -73,7 +82,11 @@ def model_part(metadata: Metadata) -> str:
 
 
 def map_state(
-    state: Mapping[str, Any], stored: Mapping[str, Any], key_map: KeyMap, part: str = ""
+    state: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    key_map: KeyMap,
+    part: str = "",
+    plain: Mapping[str, str] = _NONE,
 ) -> MappedState:
     """Returns a flat state by stored names.
 
@@ -81,44 +94,100 @@ def map_state(
         stored: entries of the metadata.
         key_map: from stored names to the state's.
         part: prefix of the stored names to map, which rules do not see. Default "": all.
+        plain: names without wrappers, of the state's names that a module at hand has.
 
     Raises:
-        PlanError: the map does not fit what is stored, or two names mean the same entry.
+        PlanError: the map does not fit what is stored, or a name may mean two entries.
         UnsupportedError: a nested tensor without sizes.
     """
     sizes, outline = sizes_of(stored), outline_of(stored)
-    entries = key_map.resolve(sizes, part=part)
+    entries, meant = matched(key_map, sizes, state, part=part, plain=plain)
     found = MappedState({}, {}, [], [], [], [])
-    for name, entry_name in _matches(state, entries, key_map).items():
-        if entry_name is None:
-            found.missing.append(name)
+    for name in state:
+        if name in meant:
+            _add(found, name, state[name], entries[meant[name]], sizes, outline)
         else:
-            _add(found, name, state[name], entries[entry_name], sizes, outline)
+            found.missing.append(name)
     return found
 
 
-def _matches(
-    state: Mapping[str, Any], entries: Mapping[str, MappedTensor], key_map: KeyMap
-) -> dict[str, str | None]:
-    """Returns the entry that each name of the state means."""
-    matches: dict[str, str | None] = {}
-    owners: dict[str, str] = {}  # names of the state by the entries that they mean without wrappers
-    for name in state:
-        bare = unwrapped(name) if key_map.wrappers else name
-        if name in entries:
-            matches[name] = name
-        elif bare not in entries or bare in state:
-            matches[name] = None
-        elif bare in owners:
+class _Way(NamedTuple):
+    """The entries that names mean if all of them are read in one way."""
+
+    total: int
+    exact: int  # of them, those whose names are equal
+    entries: Entries
+    meant: dict[str, str]  # names of entries by wanted name
+
+
+def matched(
+    key_map: KeyMap,
+    stored: Mapping[str, Sizes | None],
+    wanted: Iterable[str],
+    *,
+    part: str = "",
+    plain: Mapping[str, str] = _NONE,
+) -> tuple[Entries, dict[str, str]]:
+    """Returns the entries that a map makes, and by wanted name the name of the entry it means.
+
+    Args: as of `map_state`, and `wanted`, the names of the state.
+
+    Raises: PlanError: as `readings`; a module's names mean two entries each.
+    """
+    spellings = _spellings(list(wanted), key_map, plain)
+    nwanted, ways = len(spellings[0]), list[_Way]()
+    for entries in readings(key_map, stored, part=part):
+        ways += [_way(names, entries, is_whole=key_map.wrappers is False) for names in spellings]
+        if any(way.total == nwanted for way in ways):
+            break
+    best = max(ways, key=lambda way: way[:2])
+    if any(name != new for name, new in plain.items()):
+        for way in ways:
+            if way[:2] == best[:2]:
+                _check_same(best, way)
+    return best.entries, best.meant
+
+
+def _spellings(
+    wanted: list[str], key_map: KeyMap, plain: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """Returns the names that may be stored, by wanted name: those of a module at hand first."""
+    as_they_are = {name: name for name in wanted}
+    if key_map.wrappers is False or not has_words(wanted):
+        return [as_they_are]
+    by_word = renamed(wanted, lambda name: unwrapped(name, PRIVATE))
+    of_module = renamed(wanted, lambda name: plain.get(name, by_word[name]))
+    found = [*([of_module] if plain else []), as_they_are, by_word]
+    return [names for at, names in enumerate(found) if names not in found[:at]]
+
+
+def _way(names: Mapping[str, str], entries: Entries, *, is_whole: bool) -> _Way:
+    """Returns what names mean: the entry of that name, else the only one but for wrappers."""
+    meant = {name: one for name, one in names.items() if one in entries}
+    exact = len(meant)
+    if exact < len(names) and not is_whole:
+        bare = {name: unwrapped(name) for name in names}
+        counts, stored = Counter(bare.values()), dict[str, list[str]]()
+        for entry in entries:
+            stored.setdefault(unwrapped(entry), []).append(entry)
+        for name, one in bare.items():
+            alike = stored.get(one, ())
+            if counts[one] == len(alike) == 1:
+                meant.setdefault(name, alike[0])
+    return _Way(len(meant), exact, entries, meant)
+
+
+def _check_same(best: _Way, other: _Way) -> None:
+    """Raises PlanError if a name means two entries, and nothing says which."""
+    for name, entry in best.meant.items():
+        one = other.meant.get(name, entry)
+        if other.entries[one] != best.entries[entry]:
             raise PlanError(
-                f"'{owners[bare]}' and '{name}' of the state both mean '{bare}' of the checkpoint: "
-                "KeyMap(wrappers=False) compares whole names",
+                f"'{name}' of the model may be '{entry}' or '{one}' of the checkpoint: "
+                f"key_map=KeyMap({{{one!r}: None}}) takes the first, and KeyMap(wrappers=False) "
+                "compares whole names",
                 fqn=name,
             )
-        else:
-            owners[bare] = name
-            matches[name] = bare
-    return matches
 
 
 def _add(

@@ -142,8 +142,7 @@ class OptimizerPart(LoadPart):
         own.record = KindRecord.decoded(self.read(texts)) if texts else KindRecord()
         blanks = Blanks(names, prefix, metadata, own.record, self._templates(own))
         own.prefix, own.stored = prefix + STATE, blanks.stored
-        has_wrappers = self.rules is not None and self.rules.wrappers
-        made: dict[str, Any] = {STATE: blanks.states(own.present, has_wrappers=has_wrappers)}
+        made: dict[str, Any] = {STATE: blanks.states(own.present)}
         settings: set[str] = set()
         groups = own.groups
         if GROUPS not in names:  # else all groups are one object, by torch before 2.4
@@ -200,7 +199,7 @@ class OptimizerPart(LoadPart):
             else:
                 groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
                 if self.rules is not None:
-                    groups = translated_groups(groups, own.names, self.rules)
+                    groups = translated_groups(groups, self.rules)
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
                 kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
                 saved = set(chain.from_iterable(g[PARAMS] for g in kept))

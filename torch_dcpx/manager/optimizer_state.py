@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from torch_dcpx.errors import MismatchError
-from torch_dcpx.keys.key_map import keeps_names, unwrapped
+from torch_dcpx.keys.key_map import keeps_names
 from torch_dcpx.manager.optimizer_kinds import (
     GROUPS,
     STATE,
@@ -72,24 +72,15 @@ class Blanks:
         self.stored: dict[str, str] = {}  # names of parameters in the checkpoint, by present ones
         self._settings: dict[str, dict[str, str]] = {}  # stored names by setting, by group
 
-    def states(
-        self, present: Mapping[str, Mapping[Any, Any]], *, has_wrappers: bool = False
-    ) -> dict[str, dict[str, Any]]:
-        """Returns the states of parameters: present tensors, and new ones.
-
-        Args:
-            present: states of the optimizer now, by parameter.
-            has_wrappers: whether stored names may lack the components of wrappers.
-        """
+    def states(self, present: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, Any]]:
+        """Returns the states of parameters: `present` tensors, by parameter, and new ones."""
         templates = self._templates
-        bare = {unwrapped(name): name for name in templates} if has_wrappers else {}
         leaves: dict[str, dict[_Path, Any]] = {}
         for name, source in beneath(f"{STATE}.", self.names.items()).items():
-            new_owner = owner_of(name, templates, bare)
-            if new_owner is None:
+            owner = owner_of(name, templates)
+            if owner is None:
                 continue
-            owner = new_owner if new_owner in templates else bare[new_owner]
-            rest = name[len(new_owner) + 1 :]
+            rest = name[len(owner) + 1 :]
             self.stored[owner] = source.removeprefix(f"{self._prefix}{STATE}.")[: -len(rest) - 1]
             path = self._path_of(source, rest)
             leaf = self._leaf(source, path, _at(present.get(owner), path), templates[owner])

@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx.keys.wrappers import inside
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import NAMED_GROUPS, flat, parameters_of
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
 
@@ -39,12 +40,21 @@ class ModelPart:
 
     model: torch.nn.Module
     strict: bool = True
+    rules: TrainingRules | None = None
+
+    def __post_init__(self) -> None:
+        # DCP's functions rename one name after the other: of a wrapped model with "a" and
+        # "module.a" one takes the place of the other.
+        self._inside = inside(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
+        state: dict[str, Any] = get_model_state_dict(self._inside)
+        if self.rules is not None:
+            self.rules.own = state.keys()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state, options=StateDictOptions(strict=self.strict))
+        set_model_state_dict(self._inside, state, options=StateDictOptions(strict=self.strict))
 
 
 @dataclass(eq=False)
@@ -145,15 +155,16 @@ class Parts(NamedTuple):
         *,
         has_named_groups: bool,
         strict: bool = True,
+        rules: TrainingRules | None = None,
         **of_optimizer: Any,
     ) -> dict[str, Any]:
         """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
         found: dict[str, Any] = {}
         if self.model is not None:
-            found["model"] = ModelPart(self.model, strict)
+            found["model"] = ModelPart(self.model, strict, rules)
         if self.optimizer is not None:
             found["optimizer"] = OptimizerPart(
-                self.model, self.optimizer, strict, has_named_groups, **of_optimizer
+                self.model, self.optimizer, strict, has_named_groups, rules, **of_optimizer
             )
         if self.state is not None:
             found["state"] = StatePart(self.state)

@@ -11,14 +11,14 @@ other groups under one number (stages of a pipeline), a save keeps settings by p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
-from torch_dcpx.keys.key_map import KeyMap, unwrapped
+from torch_dcpx.keys.key_map import KeyMap
+from torch_dcpx.keys.mapped_state import matched
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 
 _V = TypeVar("_V")
@@ -39,6 +39,7 @@ class TrainingRules(KeyMap):
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
+        self.own: Collection[str] = ()  # the model's names, once its part has given its state
         whole = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
         self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
@@ -47,9 +48,7 @@ class TrainingRules(KeyMap):
         # The last `stored` and its entries: parts and planner resolve, functions run once.
         self._resolved: tuple[Mapping[str, Sizes | None], dict[str, MappedTensor]] | None = None
 
-    def resolve(
-        self, stored: Mapping[str, Sizes | None], *, tensors_only: bool = False, part: str = ""
-    ) -> dict[str, MappedTensor]:
+    def resolve(self, stored: Mapping[str, Sizes | None], **_: Any) -> dict[str, MappedTensor]:
         """Returns the entries of all parts by their new names.
 
         Raises as the KeyMap. PlanError: an optimizer would have two entries of one name.
@@ -57,7 +56,12 @@ class TrainingRules(KeyMap):
         """
         if self._resolved is not None and self._resolved[0] == stored:
             return self._resolved[1]
-        mapped = self._key_map.resolve(stored, tensors_only=tensors_only, part=MODEL)
+        entries, meant = matched(self._key_map, stored, self.own, part=MODEL)
+        mapped = {name: entries[one] for name, one in meant.items()}
+        taken = frozenset(meant.values())
+        for name, entry in entries.items():
+            if name not in taken:
+                mapped.setdefault(name, entry)
         self._new = {name.removeprefix(MODEL): None for name in stored if name.startswith(MODEL)}
         for name, entry in mapped.items():
             old = [source.removeprefix(MODEL) for source in entry.sources]
@@ -79,13 +83,13 @@ class TrainingRules(KeyMap):
         self._resolved = stored, entries
         return entries
 
-    def parameters(self, name: str, own: Set[str]) -> list[str]:
+    def parameters(self, name: str) -> list[str]:
         """Returns the new names of a stored parameter, of which a split makes several.
 
-        One that differs in wrappers alone from one of `own` becomes that. REQUIRES: `resolve`.
+        REQUIRES: `resolve`.
         """
         found = self._reshaped.get(name) or [self._new.get(name, name)]
-        return [self._among(new, own) for new in found if new is not None]
+        return [new for new in found if new is not None]
 
     def leaves_out(self, name: str) -> bool:
         """Returns whether no new name comes of a stored one. REQUIRES: `resolve`."""
@@ -93,12 +97,6 @@ class TrainingRules(KeyMap):
             return self._renamed(name) is None
         old = name.removeprefix(MODEL)
         return self._new.get(old, old) is None and old not in self._reshaped
-
-    def _among(self, new: str, own: Set[str]) -> str:
-        if new in own or not self.wrappers:
-            return new
-        alike = [one for one in own if unwrapped(one) == unwrapped(new)]
-        return alike[0] if len(alike) == 1 else new
 
     def _renamed(self, name: str) -> str | None:
         """Returns the new name of an item outside the model; None: it is left out."""
@@ -287,11 +285,10 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def translated_groups(
-    groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], rules: TrainingRules
+    groups: Sequence[Mapping[str, Any]], rules: TrainingRules
 ) -> list[dict[str, Any]]:
     """Returns stored groups with their parameters' new names."""
-    names = frozenset(chain.from_iterable(own))
     return [
-        {**g, _PARAMS: [new for name in g[_PARAMS] for new in rules.parameters(name, names)]}
+        {**g, _PARAMS: [new for name in g[_PARAMS] for new in rules.parameters(name)]}
         for g in groups
     ]

@@ -15,7 +15,7 @@ from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
-from torch_dcpx.keys.key_map import KeyMap, unwrapped
+from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import Sizes
 from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
@@ -157,12 +157,11 @@ class Wanted(LoadPart):
         sizes these are, would have filled. Raises: as `TrainingRules.resolve`.
         """
         rules, names = self._rules(has_named_groups=True), stored.keys()
-        bare = str if rules is None or not rules.wrappers else unwrapped
-        if rules is not None:
+        if rules is not None and self.rules is not None:
+            rules.own = self.rules.own
             names = rules.resolve(stored).keys()
-        begins = tuple(f"{bare(name)}." for name in self.kept)
-        states = [name for name in names if name.startswith(begins)]
-        return [name for name in missing if name in names or bare(name) in names] + states
+        begins = tuple(f"{name}." for name in self.kept)
+        return [*(n for n in missing if n in names), *(n for n in names if n.startswith(begins))]
 
     @property
     def content(self) -> Any:
