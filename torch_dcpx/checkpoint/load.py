@@ -260,11 +260,17 @@ class LoadRun:
             return self.own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
         @self._timing("plan")
+        def prepare_again() -> LoadOffer:
+            return self.own.prepare_again(self._answer.unasked)
+
+        @self._timing("plan")
         def reduce(offers: list[LoadOffer]) -> list[LoadAnswer]:
             return agree(self.own, offers)
 
         with self._timeline.phase("exchange"):
             self._answer = exchange.reduce_scatter("plan", prepare, reduce)
+            if self._answer.is_again:
+                self._answer = exchange.reduce_scatter("plan", prepare_again, reduce)
         self._timeline.operation_id = exchange.seal.hex()
         return self._answer.error
 
@@ -284,6 +290,7 @@ class LoadRun:
 
         self._exchange.note_phase("reading")
         self._on_all("read", read_own)
+        own.growth.keep()
 
     def apply(self) -> None:
         """Hands the values to `Stateful` objects and to the caller's dict."""
@@ -313,6 +320,7 @@ class LoadRun:
         self._timeline.fail(error)
         self._timeline.end()
         if hasattr(self, "own"):
+            self.own.growth.undo()
             DcpxReader.reset(self.own.reader)  # a subclass's may do more than that
 
     def _on_all(self, step: str, local: Callable[[], None]) -> None:

@@ -21,12 +21,24 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
+from torch_dcpx.checkpoint.containers import read_containers
+from torch_dcpx.checkpoint.growth import Grower, Growth, new_names, paths_of
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
+from torch_dcpx.checkpoint.stateful import (
+    EXTRA_STATE,
+    LoadPart,
+    Takes,
+    is_extra_state,
+    is_stateful,
+    takes_of,
+)
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.keys.key_map import KeyMap, keeps_names
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
+from torch_dcpx.metadata.lazy import sizes_of
+from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
 
@@ -40,6 +52,7 @@ class LoadOffer(NamedTuple):
     stored_id: tuple[int, int] = (0, 0)  # number and checksum of all stored names
     unasked: bytes = b""  # for each stored name 1 if this rank does not ask for it; compressed
     has_stateful: bool = False
+    new: tuple[str, ...] = ()  # stored names beneath this rank's parts that these do not have
 
 
 class LoadAnswer(NamedTuple):
@@ -49,6 +62,7 @@ class LoadAnswer(NamedTuple):
     plan: LoadPlan | None = None  # None: its own
     unasked: bytes | None = None  # 1 if no rank asks for it; None: ranks see different names
     has_stateful: bool = False  # on any rank
+    is_again: bool = False  # ranks must grow their parts first, by names that no rank asks for
 
 
 class RankLoad:
@@ -95,6 +109,11 @@ class RankLoad:
         self.state: dict[str, Any] = {}  # by the caller's keys, state dicts of Stateful objects
         self.differences = Differences()
         self.plan = LoadPlan([])
+        self.growth = Growth()
+        self._parts: dict[Any, Takes] = {}  # by the caller's keys
+        self._part = ""  # prefix of the stored names that are meant
+        self._asked: Mapping[str, Any] = {}  # the flat state
+        self._metadata = Metadata({})
         self._stored: Mapping[str, Any] = {}
 
     def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
@@ -105,6 +124,7 @@ class RankLoad:
             value = target[key]
             if is_stateful(value):
                 has_stateful |= not isinstance(value, LoadPart) or value.is_applied
+                self._parts[key] = takes_of(value)
                 value = value.state_dict()
             self.state[key] = value
         metadata, is_of_all = _read_metadata(reader, rank)
@@ -116,14 +136,62 @@ class RankLoad:
         for key, value in target.items():
             if isinstance(value, LoadPart):
                 self.state[key] = value.fitted(self.state[key], metadata, key)
-        planner.set_up_planner(self.state, metadata, is_coordinator)
+        self._metadata, self._stored = metadata, metadata.state_dict_metadata
+        self._is_coordinator, self._has_stateful = is_coordinator, has_stateful
+        self._set_up_planner()
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
-        self._stored = metadata.state_dict_metadata
-        self._map_state(model_part(metadata) if self._is_model else "")
-        if not self._make_plan():
-            return LoadOffer(self.differences)
+        self._part = model_part(metadata) if self._is_model else ""
+        self._map_state()
+        return self._offer(is_first=True)
+
+    def prepare_again(self, unasked: bytes | None) -> LoadOffer:
+        """As `prepare`, once the parts have what was saved beneath them and no rank asks for."""
+        names = [name for name in self.unexpected(unasked) if name in self._new]
+        paths = paths_of(names, self._metadata, self._taking())
+        kept = read_containers(self.reader, self._metadata) if paths else {}
+        keys = {str(key): key for key in self._parts}
+        lost = Grower(self.growth, self._stored, kept).grow(self.state, keys, paths)
+        self._set_up_planner()
+        self._map_state()
+        return self._offer(lost, is_first=False)
+
+    def _set_up_planner(self) -> None:
+        planner, state = self.planner, self.state
+        planner.set_up_planner(state, self._metadata, self._is_coordinator)
+        if getattr(planner, "dcpx_is_odd", False):
+            with naming_state_errors(state):  # of two keys with one text torch forgets one
+                STATE_READER.flatten(state)
+
+    def _taking(self) -> dict[Any, Takes]:
+        """Returns the parts that take what only the checkpoint holds, by the caller's keys."""
+        planner, parts = self.planner, self._parts
+        if not (isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict):
+            return {}
+        if self.rules.is_strict and not planner.allow_partial_load:
+            return parts
+        return dict.fromkeys(parts, Takes.EXTRA_STATES)
+
+    def _new_names(self, stored_text: str) -> tuple[str, ...]:
+        """Returns `LoadOffer.new`; `stored_text` has all stored names."""
+        parts = self._taking()
+        if Takes.ALL not in parts.values() and EXTRA_STATE not in stored_text:
+            return ()
+        new = new_names(self._stored, self._asked, parts)
+        if new and self._key_map is not None:  # those that it leaves alone
+            entries = self._key_map.resolve(sizes_of(self._stored))
+            new = [name for name in new if name in entries and entries[name].sources == (name,)]
+        return tuple(new)
+
+    def _offer(self, lost: Sequence[tuple[str, str]] = (), *, is_first: bool) -> LoadOffer:
+        """Plans. Returns the offer."""
+        planner, reader, has_stateful = self.planner, self.reader, self._has_stateful
+        can_go_on = self._make_plan(lost)
+        text = "\0".join(map(str, self._stored))
+        stored_id = len(self._stored), zlib.crc32(text.encode(errors="surrogatepass"))
+        self._new = frozenset(new := self._new_names(text) if is_first else ())
+        if not can_go_on:
+            return LoadOffer(self.differences, None, False, stored_id, self._unasked(), False, new)
         self.plan = reader.prepare_local_plan(self.plan)
-        names = "\0".join(map(str, self._stored)).encode(errors="surrogatepass")
         # Whether neither planner nor reader looks at the items of other ranks.
         is_light = (
             type(self.plan) is LoadPlan
@@ -136,9 +204,10 @@ class RankLoad:
             None,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
             is_light,
-            (len(self._stored), zlib.crc32(names)),
+            stored_id,
             self._unasked(),
             has_stateful,
+            new,
         )
 
     def loaded(self) -> dict[str, Any]:
@@ -156,7 +225,7 @@ class RankLoad:
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
         return tuple(itertools.compress(self._stored, mask))
 
-    def _map_state(self, part: str) -> None:
+    def _map_state(self) -> None:
         """Gives the planner the state by stored names, unless it has that already."""
         planner: Any = self.planner
         if isinstance(planner, DcpxLoadPlanner):
@@ -166,7 +235,7 @@ class RankLoad:
         wanted = planner.state_dict.keys()
         if wanted <= self._stored.keys() and keeps_names(self._key_map, self._stored):
             return
-        mapped = map_state(planner.state_dict, self._stored, self._key_map, part)
+        mapped = map_state(planner.state_dict, self._stored, self._key_map, self._part)
         missing = frozenset(mapped.missing)
         mapped.missing[:] = [
             name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))
@@ -178,16 +247,37 @@ class RankLoad:
             self._mapped = mapped
             planner.dcpx_use_mapped(mapped)
 
-    def _make_plan(self) -> bool:
+    def _compare(self, compared: Callable[..., Differences], rules: LoadRules) -> None:
+        """Notes the differences of what the planner will plan."""
+        planner, stored = self.planner, self._stored
+        self._asked = _planned_state(planner, stored)
+        self.differences = compared(self._asked, stored, rules, mapped=self._mapped)
+        if self._take_extra_states():
+            self._compare(compared, rules)
+
+    def _take_extra_states(self) -> bool:
+        """Makes room for extra states of other sizes or kinds. Returns whether there are any."""
+        paths, found = getattr(self.planner, "mappings", {}), self.differences
+        grower, is_any = Grower(self.growth, self._stored, {}), False
+        for name in (row[0] for row in (*found.shapes, *found.dtypes, *found.kinds)):
+            if name in self._stored and any(map(is_extra_state, paths.get(name, ()))):
+                is_any |= grower.replace(self.state, paths[name], name)
+        if is_any:
+            self._set_up_planner()
+            self._map_state()
+        return is_any
+
+    def _make_plan(self, lost: Sequence[tuple[str, str]] = ()) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
         planner, stored, rules = self.planner, self._stored, self.rules
         is_partial = getattr(planner, "allow_partial_load", False)
         if is_partial:
             rules = rules._replace(is_strict=False)
-        compared = partial(compare, is_dtype_known=has_stock_hooks(planner), mapped=self._mapped)
+        compared = partial(compare, is_dtype_known=has_stock_hooks(planner))
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
         if is_stock:
-            self.differences = compared(_planned_state(planner, stored), stored, rules)
+            self._compare(compared, rules)
+            self.differences = self.differences._replace(lost=tuple(lost))
             more, less = self.differences.way_in
             if self._key_map is not None:  # it has done what it can
                 self.differences = self.differences._replace(wrapped=0, way_in=("", ""))
@@ -195,6 +285,8 @@ class RankLoad:
                 self.differences = self.differences._replace(way_in=(more, ""))
             if self.differences.is_refused(rules):
                 return False
+        else:
+            self._asked = _state_of(planner)
         if isinstance(planner, DefaultLoadPlanner):
             planner.allow_partial_load = True  # `compare` finds the missing names
         try:
@@ -208,12 +300,14 @@ class RankLoad:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:
                 sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
-            self.differences = compared(_state_of(planner), stored, rules, sources=sources)
+            self.differences = compared(
+                _state_of(planner), stored, rules, sources=sources, mapped=self._mapped
+            )
         return not self.differences.is_refused(rules)
 
     def _unasked(self) -> bytes:
         asked = {item.storage_index.fqn for item in self.plan.items}
-        asked.update(_state_of(self.planner))
+        asked.update(self._asked)
         return zlib.compress(bytes(name not in asked for name in self._stored), 1)
 
 
@@ -221,6 +315,11 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """Returns the coordinator's answers to the offers, by rank: one error, or a plan for each.
     Raises PlanError: ranks gave arguments that contradict each other.
     """
+    if any(offer.new for offer in offers):
+        unasked = _by_all(offers)
+        names = set(own.unexpected(unasked))
+        if unasked is None or any(not names.isdisjoint(offer.new) for offer in offers):
+            return [LoadAnswer(None, unasked=unasked, is_again=True)] * len(offers)
     differences = [offer.differences or Differences() for offer in offers]
     error = mismatch_error(str(own.reader.path), differences, own.rules)
     if error is not None:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
+from torch_dcpx.checkpoint.stateful import LoadPart, Takes
 from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
@@ -32,11 +33,13 @@ from torch_dcpx.tensors.digests import digests_of
 
 
 @dataclass(eq=False)
-class ModelPart:
+class ModelPart(LoadPart):
     """The parameters and buffers of a module. Belongs to one save or load."""
 
     model: torch.nn.Module
     strict: bool = True
+
+    takes = Takes.EXTRA_STATES
 
     def state_dict(self) -> dict[str, Any]:
         return get_model_state_dict(self.model)
@@ -46,10 +49,14 @@ class ModelPart:
 
 
 @dataclass(eq=False)
-class StatePart:
-    """A user's dict. A load replaces values in it that are not `Stateful`."""
+class StatePart(LoadPart):
+    """A user's dict. A load replaces values in it that are not `Stateful`, and adds those that only
+    the checkpoint has.
+    """
 
     state: dict[str, Any]
+
+    takes = Takes.ALL
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -60,10 +67,10 @@ class StatePart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
-            current = self.state[key]
+            current = self.state.get(key)
             if isinstance(current, Stateful):
                 current.load_state_dict(value)
-            else:
+            elif type(current) is not PerRank:
                 self.state[key] = value
 
 
