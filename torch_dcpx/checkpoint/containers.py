@@ -59,18 +59,19 @@ def note_containers(value: Any, path: Path, found: dict[Path, Any]) -> None:
     """Adds to `found` what the names of a value at `path` do not say of its dicts and lists."""
     if isinstance(value, Mapping):
         keys = [_told(key) for key in value if type(key) is not str and str(key) != key]
-        kind = _kind_of(value, dict)
-        if keys or kind or not value:
-            found[path] = kind, keys
+        kind, before = _kind_of(value, dict), len(found)
         for key, part in value.items():
             if isinstance(part, (Mapping, list)):
                 note_containers(part, (*path, str(key)), found)
+        # What holds nothing but empty ones has no name either.
+        if keys or kind or not value or len(found) > before:
+            found[path] = kind, keys
     elif isinstance(value, list):
         kind, before = _kind_of(value, list), len(found)
         for at, part in enumerate(value):
             if isinstance(part, (Mapping, list)):
                 note_containers(part, (*path, at), found)
-        if kind or len(found) > before:  # it may hold nothing but empty dicts
+        if kind or len(found) > before:
             found[path] = kind or "list", []
 
 
@@ -81,8 +82,9 @@ def _kind_of(value: Any, plain: type) -> str:
         return ""
     if kind is defaultdict:
         factory = value.default_factory
-        known = (name for name, made in _FACTORIES.items() if made is factory)
-        return "defaultdict" if factory is None else next(known, f"defaultdict of {factory!r:.80}")
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        is_known = factory is None or _FACTORIES.get(f"defaultdict of {name}") is factory
+        return "defaultdict" + (f" of {name}" if factory is not None else "") + "?" * (not is_known)
     return kind.__name__ if kind in _DICTS.values() else f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -56,9 +56,16 @@ class Grower:
     """Makes the entries of one load's parts. `kept` says what names do not tell."""
 
     def __init__(
-        self, growth: Growth, stored: Mapping[str, Any], kept: Mapping[Path, Kept]
+        self,
+        growth: Growth,
+        stored: Mapping[str, Any],
+        kept: Mapping[Path, Kept],
+        numbered: Container[Path] = (),
     ) -> None:
-        """`stored` are the entries of the metadata."""
+        """`stored` are the entries of the metadata, `numbered` paths of dicts whose keys are ints
+        though nothing says so.
+        """
+        self._numbered = numbered
         self._growth = growth
         self._stored = stored
         self._kept = kept
@@ -116,8 +123,9 @@ class Grower:
                 return
             child = _at(container, key)
             end = path[: at + 1]
-            if end not in self._made and not _is_way(child, path[at + 1]):
-                if isinstance(child, torch.Tensor) or (isinstance(child, Mapping) and child):
+            if not (end in self._made or end in self._touched or _is_way(child, path[at + 1])):
+                is_kept = isinstance(child, torch.Tensor) and not is_extra_state(key)
+                if is_kept or (isinstance(child, Mapping) and child):
                     kind = type(child).__name__
                     raise TypeError(f"it was a dict or list, and is a {kind} here")
                 child = self._new(end, path[at + 1])
@@ -148,6 +156,8 @@ class Grower:
         if own in container:
             return own
         kept = self._kept.get(path, Kept()).keys.get(str(part), part)
+        if kept == part and path in self._numbered and part.isdecimal():
+            return int(part)
         if type(kept) is Kept:
             raise TypeError("its key was an object that no load makes anew")
         return kept

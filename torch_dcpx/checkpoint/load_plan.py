@@ -111,6 +111,7 @@ class RankLoad:
         self.plan = LoadPlan([])
         self.growth = Growth()
         self._parts: dict[Any, Takes] = {}  # by the caller's keys
+        self._numbered: set[tuple[str, ...]] = set()  # paths of optimizers' states
         self._part = ""  # prefix of the stored names that are meant
         self._asked: Mapping[str, Any] = {}  # the flat state
         self._metadata = Metadata({})
@@ -118,13 +119,14 @@ class RankLoad:
 
     def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
         """Compares and plans as state_dict_loader's `_load_state_dict`; opens no file in vain."""
-        planner, reader = self.planner, self.reader
-        has_stateful = False
+        reader, has_stateful = self.reader, False
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
             value = target[key]
             if is_stateful(value):
                 has_stateful |= not isinstance(value, LoadPart) or value.is_applied
                 self._parts[key] = takes_of(value)
+                if isinstance(value, torch.optim.Optimizer):
+                    self._numbered.add((str(key), "state"))
                 value = value.state_dict()
             self.state[key] = value
         metadata, is_of_all = _read_metadata(reader, rank)
@@ -150,17 +152,21 @@ class RankLoad:
         paths = paths_of(names, self._metadata, self._taking())
         kept = read_containers(self.reader, self._metadata) if paths else {}
         keys = {str(key): key for key in self._parts}
-        lost = Grower(self.growth, self._stored, kept).grow(self.state, keys, paths)
+        grower = Grower(self.growth, self._stored, kept, self._numbered)
+        lost = grower.grow(self.state, keys, paths)
         self._set_up_planner()
         self._map_state()
         return self._offer(lost, is_first=False)
 
     def _set_up_planner(self) -> None:
-        planner, state = self.planner, self.state
+        planner: Any = self.planner
+        state = self.state
         planner.set_up_planner(state, self._metadata, self._is_coordinator)
         if getattr(planner, "dcpx_is_odd", False):
             with naming_state_errors(state):  # of two keys with one text torch forgets one
-                STATE_READER.flatten(state)
+                flat, paths, has_sharded, _ = STATE_READER.flatten(state)
+            if not has_sharded:  # else torch gives names to empty dicts in lists, too
+                planner.state_dict, planner.mappings = flat, paths
 
     def _taking(self) -> dict[Any, Takes]:
         """Returns the parts that take what only the checkpoint holds, by the caller's keys."""
@@ -257,11 +263,13 @@ class RankLoad:
 
     def _take_extra_states(self) -> bool:
         """Makes room for extra states of other sizes or kinds. Returns whether there are any."""
-        paths, found = getattr(self.planner, "mappings", {}), self.differences
+        found, saved = self.differences, self._metadata.planner_data or {}
+        paths = getattr(self.planner, "mappings", {})
         grower, is_any = Grower(self.growth, self._stored, {}), False
         for name in (row[0] for row in (*found.shapes, *found.dtypes, *found.kinds)):
-            if name in self._stored and any(map(is_extra_state, paths.get(name, ()))):
-                is_any |= grower.replace(self.state, paths[name], name)
+            path = paths.get(name) or (saved.get(name, ()) if self._mapped is None else ())
+            if name in self._stored and any(map(is_extra_state, path)):
+                is_any |= grower.replace(self.state, path, name)
         if is_any:
             self._set_up_planner()
             self._map_state()

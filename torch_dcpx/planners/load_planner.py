@@ -169,7 +169,8 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Puts an object into the state, under the state's own key of its name."""
         if not self.flatten_state_dict:
-            return super().load_bytes(read_item, value)
+            super().load_bytes(read_item, value)
+            return
         fqn, state, paths = read_item.dest_index.fqn, self.original_state_dict, self.mappings
         self.original_state_dict, self.mappings = {}, {fqn: (fqn,)}  # torch decodes it
         try:

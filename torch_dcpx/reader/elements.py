@@ -35,18 +35,17 @@ class StateKeys:
         """
         container, key = root, path[-1]
         for part in path[:-1]:
-            if isinstance(container, Mapping):
-                part = self.of(container, part)
-            if not _has(container, part):
-                return set_element(root, tuple(path), value)
-            container = container[part]
+            own = self.of(container, part) if isinstance(container, Mapping) else part
+            if not _has(container, own):
+                set_element(root, tuple(path), value)
+                return
+            container = container[own]
         if isinstance(container, Mapping):
             container[self.of(container, key)] = value  # type: ignore[index]  # if it takes any
         elif _has(container, key):
             container[key] = value
         else:
             set_element(root, tuple(path), value)
-        return None
 
 
 def _has(container: Any, key: Any) -> bool:
