@@ -26,7 +26,7 @@ from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.reader.reader import DcpxReader, quiet_reader
 
-_PREFIX = "dcpx.keys."
+RECORD = "dcpx.keys."  # begins the names of the items
 _MAX_DEPTH = 64
 _KEYS = frozenset((int, bool, float, complex, bytes, type(None), torch.dtype, torch.device))
 _FACTORIES: dict[str, Any] = {
@@ -125,7 +125,7 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
             note_containers(part, (str(key),), found)
     if found:
         digest = hashlib.blake2b(repr(sorted(found.items(), key=repr)).encode("utf-8", "replace"))
-        name = _PREFIX + digest.hexdigest()[:16]
+        name = RECORD + digest.hexdigest()[:16]
         planner.state_dict[name] = {"containers": found}
         planner.mappings[name] = (name,)
 
@@ -135,7 +135,7 @@ def read_containers(reader: DcpxReader, metadata: Metadata) -> dict[Path, Kept]:
 
     Raises: as a load. CorruptionError: a record is none.
     """
-    names = [name for name in metadata.state_dict_metadata if name.startswith(_PREFIX)]
+    names = [name for name in metadata.state_dict_metadata if name.startswith(RECORD)]
     found: dict[Path, Kept] = {}
     for name, record in zip(names, _read(reader, names), strict=True):
         try:

@@ -36,6 +36,10 @@ class Growth:
         while self._undo:
             self._undo.pop()()
 
+    def note(self, container: Any, key: Any, value: list[Any]) -> None:
+        """Notes a list at a place that it is to have again: torch's planner makes lists anew."""
+        self._undo.append(lambda: container.__setitem__(key, value))
+
     def put(self, container: Any, key: Any, value: Any) -> None:
         """Puts a value into a dict or list, which grows. Raises TypeError: it takes none."""
         if isinstance(container, list):
@@ -130,6 +134,8 @@ class Grower:
                     raise TypeError(f"it was a dict or list, and is a {kind} here")
                 child = self._new(end, path[at + 1])
                 self._put(container, here, key, child)
+            elif isinstance(child, list):
+                self._growth.note(container, key, child)
             container = child
 
     def _put(self, container: Any, path: Path, key: Any, value: Any) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
-from torch_dcpx.checkpoint.containers import read_containers
+from torch_dcpx.checkpoint.containers import RECORD, read_containers
 from torch_dcpx.checkpoint.growth import Grower, Growth, new_names, paths_of
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.stateful import (
@@ -229,7 +229,8 @@ class RankLoad:
     def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
         """Returns the stored names that no rank asks for; with None, that this one does not."""
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
-        return tuple(itertools.compress(self._stored, mask))
+        names = itertools.compress(self._stored, mask)
+        return tuple(name for name in names if not str(name).startswith(RECORD))
 
     def _map_state(self) -> None:
         """Gives the planner the state by stored names, unless it has that already."""
