@@ -162,7 +162,7 @@ class Grower:
         if own in container:
             return own
         kept = self._kept.get(path, Kept()).keys.get(str(part), part)
-        if kept == part and path in self._numbered and part.isdecimal():
+        if kept == part and path in self._numbered and str(part).isdecimal():
             return int(part)
         if type(kept) is Kept:
             raise TypeError("its key was an object that no load makes anew")
@@ -188,7 +188,7 @@ def _name(path: Path) -> str:
 def _at(container: Any, key: Any) -> Any:
     """Returns what lies at a key of a dict or place of a list; None where nothing is."""
     if isinstance(container, Mapping):
-        return container[key] if key in container else None
+        return container.get(key)
     return container[key] if 0 <= key < len(container) else None
 
 

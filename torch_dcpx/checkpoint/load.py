@@ -70,8 +70,8 @@ def load(
 
     Every rank of the group calls it, with equal arguments but for the state. It compares the whole
     state with the checkpoint before it reads. Stored names that no state asks for are no error:
-    `LoadReport.unexpected`. But a `Stateful` object gets all that was saved beneath it, a module its
-    extra states: with new entries of dicts and lists, tensors on the CPU.
+    `LoadReport.unexpected`. But a `Stateful` object gets all that was saved beneath it, a module
+    its extra states: with new entries of dicts and lists, tensors on the CPU.
 
     Args:
         state_dict: tensors, shards, objects, nested dicts and lists of them, and `Stateful`
