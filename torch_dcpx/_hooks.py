@@ -83,8 +83,9 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def plans_as_stock(planner: type[_Planner]) -> type[_Planner]:
-    """Says that a class' own hooks make the plan that stock's make."""
-    _OURS.update({name: vars(planner)[name] for name in PLAN_HOOKS if name in vars(planner)})
+    """Says that a class' own hooks plan and take as stock's do."""
+    hooks = (*PLAN_HOOKS, *TAKING_HOOKS)
+    _OURS.update({name: vars(planner)[name] for name in hooks if name in vars(planner)})
     return planner
 
 

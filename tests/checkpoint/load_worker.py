@@ -75,6 +75,39 @@ def mismatch_on_one_rank_is_the_same_error_on_both(path: Path, rank: int) -> Non
     assert target["step"] == 0
 
 
+class Holder:
+    """A Stateful that gives the dict it holds."""
+
+    def __init__(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[Any, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[Any, Any]) -> None:
+        self.state = state
+
+
+def parts_grow_by_what_no_rank_asks_for(path: Path, rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    shards = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    dcpx.save({"k": Holder({f"own{rank}": {rank: 1}, "all": {7: [{"a": 1}]}})}, path / "a")
+    dcpx.save({"k": Holder({"all": {7: 1}, "w": shards})}, path / "b")
+    for fresh in ({}, {"all": {}}):
+        holder = Holder({f"own{rank}": {rank: 0}, **(fresh if rank else {})})
+        with no_collectives():
+            dcpx.load({"k": holder}, path / "a")
+        wanted = {f"own{rank}": {rank: 1}, "all": {7: [{"a": 1}]}}
+        assert holder.state == wanted, "what the other rank asks for is its own"
+    held: dict[Any, Any] = {"all": {}}
+    name, text, fields = same_on_both(lambda: dcpx.load({"k": Holder(held)}, path / "b"))
+    assert (name, fields["fqn"]) == ("MismatchError", "k.w") and "2 pieces" in text
+    assert held == {"all": {}}
+    state = {**held, **({"w": shards} if rank else {})}
+    dcpx.load({"k": Holder(state)}, path / "b")
+    assert state["all"] == {7: 1}, "where a rank asks for the shards, no other gets them"
+
+
 def arguments_that_differ_are_an_error_on_both(path: Path, rank: int) -> None:
     target = {"w": torch.zeros(11, 6, dtype=torch.float64)}
     found = errors_of(lambda: dcpx.load(target, path, cast="error" if rank else "allow"))
@@ -204,6 +237,7 @@ def main(root: Path) -> None:
     whole = root / "whole"
     resharded_state_is_loaded_without_collectives(whole, rank)
     mismatch_on_one_rank_is_the_same_error_on_both(whole, rank)
+    parts_grow_by_what_no_rank_asks_for(root / "grown", rank)
     arguments_that_differ_are_an_error_on_both(whole, rank)
     failing_rank_fails_the_load_of_both(whole, rank)
     damage_seen_by_one_rank_fails_the_load_of_both(root / "damaged", rank)

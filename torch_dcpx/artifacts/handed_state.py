@@ -21,10 +21,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from torch_dcpx.checkpoint.stateful import is_extra_state
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.tensors.memory import refuse_expanded
 
-EXTRA_STATE = "_extra_state"
 _MAX_SHOWN = 5
 
 _Memory = dict[tuple[str, int], list[tuple[int, int]]]  # by device and storage: first byte, end
@@ -71,7 +71,7 @@ class HandedState:
         for name, value in loaded.items():
             for tensor in _tensors_in(value):
                 refuse_expanded(name, tensor)
-        return any(name in self.copies or _is_extra(name) for name in loaded)
+        return any(name in self.copies or is_extra_state(name) for name in loaded)
 
     def hand_over(self, missing: Collection[str]) -> None:
         """Gives the module the loaded values, or its extra states alone if no value is a copy.
@@ -79,7 +79,7 @@ class HandedState:
         Raises: as `load_state_dict`.
         """
         loaded = self._loaded(missing)
-        extras = {name: value for name, value in loaded.items() if _is_extra(name)}
+        extras = {name: value for name, value in loaded.items() if is_extra_state(name)}
         given = extras if extras and not self._copied(loaded) else loaded
         is_strict = self._is_strict and len(given) == len(self._state)
         self._module.load_state_dict(given, strict=is_strict)
@@ -107,11 +107,7 @@ class HandedState:
         return {name: value for name, value in self._state.items() if name not in unloaded}
 
     def _copied(self, loaded: Iterable[str]) -> list[str]:
-        return [name for name in loaded if name in self.copies and not _is_extra(name)]
-
-
-def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2] == EXTRA_STATE
+        return [name for name in loaded if name in self.copies and not is_extra_state(name)]
 
 
 def _memory_of(module: nn.Module) -> _Memory:

@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from torch_dcpx._arguments import check_options
 from torch_dcpx._text import counted
-from torch_dcpx.artifacts.handed_state import EXTRA_STATE, HandedState
+from torch_dcpx.artifacts.handed_state import HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankLoad
+from torch_dcpx.checkpoint.stateful import EXTRA_STATE
 from torch_dcpx.errors import UnsupportedError, must_be
 from torch_dcpx.events import begun
 from torch_dcpx.keys.key_map import KeyMap, checked_map

@@ -70,7 +70,8 @@ def load(
 
     Every rank of the group calls it, with equal arguments but for the state. It compares the whole
     state with the checkpoint before it reads. Stored names that no state asks for are no error:
-    `LoadReport.unexpected`.
+    `LoadReport.unexpected`. But a `Stateful` object gets all that was saved beneath it, a module
+    its extra states: with new entries of dicts and lists, tensors on the CPU.
 
     Args:
         state_dict: tensors, shards, objects, nested dicts and lists of them, and `Stateful`
@@ -84,7 +85,8 @@ def load(
         no_dist: loads in this process alone, as without torch.distributed. Default False.
         options: see `ReadOptions`. Default: those of the reader, else `ReadOptions()`.
         strict: whether names that the checkpoint does not hold are an error. Default True. With
-            False their values stay as they are (`LoadReport.missing`).
+            False their values stay as they are (`LoadReport.missing`), and no `Stateful` object
+            gets entries that its `state_dict()` lacks.
         allow_missing: globs (`fnmatch`, case matters) of names that may be missing even so, such
             as "head.*"; names as in the error, flattened by dots. Default ().
         cast: "error" (default): stored and wanted dtypes must be equal. "allow": values are
@@ -97,7 +99,8 @@ def load(
         The report of this rank's load.
 
     Raises:
-        MismatchError: names are missing, or shapes, dtypes or kinds (tensor or object) differ.
+        MismatchError: names are missing, shapes, dtypes or kinds (tensor or object) differ, or an
+            entry that a `Stateful` object lacks cannot be made: shards, an unknown type of key.
             Every rank raises all differences before anything is read.
         PlanError: ranks made different calls; or `key_map` does not fit the checkpoint: a rule
             without a match, two entries under one name.
@@ -260,11 +263,17 @@ class LoadRun:
             return self.own.prepare(self._target, exchange.rank, exchange.is_coordinator)
 
         @self._timing("plan")
+        def prepare_again() -> LoadOffer:
+            return self.own.prepare_again(self._answer.unasked)
+
+        @self._timing("plan")
         def reduce(offers: list[LoadOffer]) -> list[LoadAnswer]:
             return agree(self.own, offers)
 
         with self._timeline.phase("exchange"):
             self._answer = exchange.reduce_scatter("plan", prepare, reduce)
+            if self._answer.is_again:
+                self._answer = exchange.reduce_scatter("plan", prepare_again, reduce)
         self._timeline.operation_id = exchange.seal.hex()
         return self._answer.error
 
@@ -284,6 +293,7 @@ class LoadRun:
 
         self._exchange.note_phase("reading")
         self._on_all("read", read_own)
+        own.growth.keep()
 
     def apply(self) -> None:
         """Hands the values to `Stateful` objects and to the caller's dict."""
@@ -313,6 +323,7 @@ class LoadRun:
         self._timeline.fail(error)
         self._timeline.end()
         if hasattr(self, "own"):
+            self.own.growth.undo()
             DcpxReader.reset(self.own.reader)  # a subclass's may do more than that
 
     def _on_all(self, step: str, local: Callable[[], None]) -> None:

@@ -65,6 +65,7 @@ class Differences(NamedTuple):
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()  # name, stored, wanted
     dtypes: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted; forgiven or not
     kinds: tuple[tuple[str, str, str], ...] = ()  # name, stored, wanted
+    lost: tuple[tuple[str, str], ...] = ()  # stored names that a part cannot take, and why
     nearest: Mapping[str, tuple[str, ...]] = {}  # stored names for the first refused ones
     wrapped: int = 0  # number of refused ones that `KeyMap()` finds
     way_in: tuple[str, str] = ("", "")  # part of the stored names, or of the state's, that is more
@@ -72,7 +73,8 @@ class Differences(NamedTuple):
     def is_refused(self, rules: LoadRules) -> bool:
         """Returns whether the load cannot go on."""
         casts = self.dtypes and not rules.is_cast_allowed
-        return bool(self.refused or self.shapes or self.kinds or casts)
+        lost = self.lost and rules.is_strict
+        return bool(self.refused or self.shapes or self.kinds or casts or lost)
 
 
 def compare(
@@ -144,8 +146,9 @@ def mismatch_error(
         "dtypes": () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences),
         "kinds": _union(own.kinds for own in all_differences),
     }
+    lost = _union(own.lost for own in all_differences) if rules.is_strict else ()
     nearest = {fqn: near for own in all_differences for fqn, near in own.nearest.items() if near}
-    differing = ", ".join(_counts(len(missing), tables))
+    differing = ", ".join(_counts(len(missing), tables, len(lost)))
     where = ""
     if len(ranks) < len(all_differences):
         which = f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks, str)}"
@@ -164,7 +167,10 @@ def mismatch_error(
         if rows:
             way = "; cast='allow' converts them" if what == "dtypes" else ""
             lines.append(f"{what}: {_listed(rows, _difference_text)}{way}")
-    names = (*missing, *(row[0] for rows in tables.values() for row in rows))
+    if lost:
+        why = _listed(lost, lambda row: f"{_short(row[0])} ({row[1]})")
+        lines.append(f"saved, and not given back: {why}; strict=False leaves them out")
+    names = (*missing, *(row[0] for rows in (*tables.values(), lost) for row in rows))
     return MismatchError(
         "\n".join(lines),
         fqn=names[0],
@@ -179,8 +185,10 @@ def mismatch_error(
 _TABLES = {"shapes": "shape", "dtypes": "dtype", "kinds": "kind"}
 
 
-def _counts(missing: int, tables: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+def _counts(missing: int, tables: Mapping[str, Sequence[Any]], lost: int) -> Iterator[str]:
     """Yields "3 names are missing", "1 dtype differs" and so on."""
+    if lost:
+        yield f"{counted(lost, 'entry', 'entries')} {'has' if lost == 1 else 'have'} no place"
     if missing:
         yield f"{counted(missing, 'name')} {'is' if missing == 1 else 'are'} missing"
     for what, rows in tables.items():

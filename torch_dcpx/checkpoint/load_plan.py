@@ -22,13 +22,25 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
+from torch_dcpx.checkpoint.containers import RECORD, read_containers
+from torch_dcpx.checkpoint.growth import Grower, Growth, new_names, paths_of
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
-from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
+from torch_dcpx.checkpoint.stateful import (
+    EXTRA_STATE,
+    LoadPart,
+    Takes,
+    is_extra_state,
+    is_stateful,
+    takes_of,
+)
 from torch_dcpx.errors import MismatchError, OptionError, PlanError
 from torch_dcpx.keys.key_map import KeyMap, keeps_names
 from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.keys.wrappers import plain_names
+from torch_dcpx.metadata.lazy import sizes_of
+from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.coverage import check_shards
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import names_on_meta, refuse_meta
@@ -47,6 +59,7 @@ class LoadOffer(NamedTuple):
     stored_id: tuple[int, int] = (0, 0)  # number and checksum of all stored names
     unasked: bytes = b""  # for each stored name 1 if this rank does not ask for it; compressed
     has_stateful: bool = False
+    new: tuple[str, ...] = ()  # stored names beneath this rank's parts that these do not have
 
 
 class LoadAnswer(NamedTuple):
@@ -56,6 +69,7 @@ class LoadAnswer(NamedTuple):
     plan: LoadPlan | None = None  # None: its own
     unasked: bytes | None = None  # 1 if no rank asks for it; None: ranks see different names
     has_stateful: bool = False  # on any rank
+    is_again: bool = False  # ranks must grow their parts first, by names that no rank asks for
 
 
 class RankLoad:
@@ -103,12 +117,17 @@ class RankLoad:
         self.state: dict[str, Any] = {}  # by the caller's keys, state dicts of Stateful objects
         self.differences = Differences()
         self.plan = LoadPlan([])
+        self.growth = Growth()
+        self._parts: dict[Any, Takes] = {}  # by the caller's keys
+        self._numbered: set[tuple[str, ...]] = set()  # paths of optimizers' states
+        self._part = ""  # prefix of the stored names that are meant
+        self._asked: Mapping[str, Any] = {}  # the flat state
+        self._metadata = Metadata({})
         self.stored: Mapping[str, Any] = {}
 
     def prepare(self, target: Mapping[str, Any], rank: int, is_coordinator: bool) -> LoadOffer:
         """Compares and plans as state_dict_loader's `_load_state_dict`; opens no file in vain."""
-        planner, reader = self.planner, self.reader
-        has_stateful = False
+        reader, has_stateful = self.reader, False
         on_meta: list[str] = []  # of these a planner's copies would be filled, and lost
         for key in sorted(target, key=str):  # `state_dict` may be collective: in one order
             value = target[key]
@@ -116,6 +135,9 @@ class RankLoad:
                 has_stateful |= not isinstance(value, LoadPart) or value.is_applied
                 if isinstance(value, nn.Module):
                     self._modules[str(key)] = value
+                self._parts[key] = takes_of(value)
+                if isinstance(value, torch.optim.Optimizer):
+                    self._numbered.add((str(key), "state"))
                 value = value.state_dict()
                 on_meta += names_on_meta(value, str(key))
             self.state[key] = value
@@ -129,14 +151,66 @@ class RankLoad:
         for key, value in target.items():
             if isinstance(value, LoadPart):
                 self.state[key] = value.fitted(self.state[key], metadata, key)
-        planner.set_up_planner(self.state, metadata, is_coordinator)
+        self._metadata, self.stored = metadata, metadata.state_dict_metadata
+        self._is_coordinator, self._has_stateful = is_coordinator, has_stateful
+        self._set_up_planner()
         reader.set_up_storage_reader(metadata, is_coordinator, **reader_args)
-        self.stored = metadata.state_dict_metadata
-        self._map_state("" if self._model is None else model_part(metadata))
-        if not self._make_plan():
-            return LoadOffer(self.differences)
+        self._part = "" if self._model is None else model_part(metadata)
+        self._map_state()
+        return self._offer(is_first=True)
+
+    def prepare_again(self, unasked: bytes | None) -> LoadOffer:
+        """As `prepare`, once the parts have what was saved beneath them and no rank asks for."""
+        names = [name for name in self.unexpected(unasked) if name in self._new]
+        paths = paths_of(names, self._metadata, self._taking())
+        kept = read_containers(self.reader, self._metadata) if paths else {}
+        keys = {str(key): key for key in self._parts}
+        grower = Grower(self.growth, self.stored, kept, self._numbered)
+        lost = grower.grow(self.state, keys, paths)
+        self._set_up_planner()
+        self._map_state()
+        return self._offer(lost, is_first=False)
+
+    def _set_up_planner(self) -> None:
+        planner: Any = self.planner
+        state = self.state
+        planner.set_up_planner(state, self._metadata, self._is_coordinator)
+        if getattr(planner, "dcpx_is_odd", False):
+            with naming_state_errors(state):  # of two keys with one text torch forgets one
+                flat, paths, has_sharded, _ = STATE_READER.flatten(state)
+            if not has_sharded:  # else torch gives names to empty dicts in lists, too
+                planner.state_dict, planner.mappings = flat, paths
+
+    def _taking(self) -> dict[Any, Takes]:
+        """Returns the parts that take what only the checkpoint holds, by the caller's keys."""
+        planner, parts = self.planner, self._parts
+        if not (isinstance(planner, DefaultLoadPlanner) and planner.flatten_state_dict):
+            return {}
+        if self.rules.is_strict and not planner.allow_partial_load:
+            return parts
+        return dict.fromkeys(parts, Takes.EXTRA_STATES)
+
+    def _new_names(self, stored_text: str) -> tuple[str, ...]:
+        """Returns `LoadOffer.new`; `stored_text` has all stored names."""
+        parts = self._taking()
+        if Takes.ALL not in parts.values() and EXTRA_STATE not in stored_text:
+            return ()
+        new = new_names(self.stored, self._asked, parts)
+        if new and self._key_map is not None:  # those that it leaves alone
+            entries = self._key_map.resolve(sizes_of(self.stored))
+            new = [name for name in new if name in entries and entries[name].sources == (name,)]
+        return tuple(new)
+
+    def _offer(self, lost: Sequence[tuple[str, str]] = (), *, is_first: bool) -> LoadOffer:
+        """Plans. Returns the offer."""
+        planner, reader, has_stateful = self.planner, self.reader, self._has_stateful
+        can_go_on = self._make_plan(lost)
+        text = "\0".join(map(str, self.stored))
+        stored_id = len(self.stored), zlib.crc32(text.encode(errors="surrogatepass"))
+        self._new = frozenset(new := self._new_names(text) if is_first else ())
+        if not can_go_on:
+            return LoadOffer(self.differences, None, False, stored_id, self._unasked(), False, new)
         self.plan = reader.prepare_local_plan(self.plan)
-        names = "\0".join(map(str, self.stored)).encode(errors="surrogatepass")
         # Whether neither planner nor reader looks at the items of other ranks.
         is_light = (
             type(self.plan) is LoadPlan
@@ -149,9 +223,10 @@ class RankLoad:
             None,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
             is_light,
-            (len(self.stored), zlib.crc32(names)),
+            stored_id,
             self._unasked(),
             has_stateful,
+            new,
         )
 
     def loaded(self) -> dict[str, Any]:
@@ -167,9 +242,10 @@ class RankLoad:
     def unexpected(self, unasked: bytes | None) -> tuple[str, ...]:
         """Returns the stored names that no rank asks for; with None, that this one does not."""
         mask = zlib.decompress(self._unasked() if unasked is None else unasked)
-        return tuple(itertools.compress(self.stored, mask))
+        names = itertools.compress(self.stored, mask)
+        return tuple(name for name in names if not str(name).startswith(RECORD))
 
-    def _map_state(self, part: str) -> None:
+    def _map_state(self) -> None:
         """Gives the planner the state by stored names, unless it has that already."""
         planner: Any = self.planner
         if isinstance(planner, DcpxLoadPlanner):
@@ -181,7 +257,7 @@ class RankLoad:
             return
         state = planner.state_dict
         plain = plain_names(self._modules, state)
-        mapped = map_state(state, self.stored, self._key_map, part, plain)
+        mapped = map_state(state, self.stored, self._key_map, self._part, plain)
         missing = frozenset(mapped.missing)
         mapped.missing[:] = [
             name for name in mapped.missing if missing.issuperset(self._twins.get(name, ()))
@@ -193,16 +269,39 @@ class RankLoad:
             self._mapped = mapped
             planner.dcpx_use_mapped(mapped)
 
-    def _make_plan(self) -> bool:
+    def _compare(self, compared: Callable[..., Differences], rules: LoadRules) -> None:
+        """Notes the differences of what the planner will plan."""
+        planner, stored = self.planner, self.stored
+        self._asked = _planned_state(planner, stored)
+        self.differences = compared(self._asked, stored, rules, mapped=self._mapped)
+        if self._take_extra_states():
+            self._compare(compared, rules)
+
+    def _take_extra_states(self) -> bool:
+        """Makes room for extra states of other sizes or kinds. Returns whether there are any."""
+        found, saved = self.differences, self._metadata.planner_data or {}
+        paths = getattr(self.planner, "mappings", {})
+        grower, is_any = Grower(self.growth, self.stored, {}), False
+        for name in (row[0] for row in (*found.shapes, *found.dtypes, *found.kinds)):
+            path = paths.get(name) or (saved.get(name, ()) if self._mapped is None else ())
+            if name in self.stored and any(map(is_extra_state, path)):
+                is_any |= grower.replace(self.state, path, name)
+        if is_any:
+            self._set_up_planner()
+            self._map_state()
+        return is_any
+
+    def _make_plan(self, lost: Sequence[tuple[str, str]] = ()) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""
         planner, stored, rules = self.planner, self.stored, self.rules
         is_partial = getattr(planner, "allow_partial_load", False)
         if is_partial:
             rules = rules._replace(is_strict=False)
-        compared = partial(compare, is_dtype_known=has_stock_hooks(planner), mapped=self._mapped)
+        compared = partial(compare, is_dtype_known=has_stock_hooks(planner))
         is_stock = has_stock_hooks(planner, ("create_local_plan",))
         if is_stock:
-            self.differences = compared(_planned_state(planner, stored), stored, rules)
+            self._compare(compared, rules)
+            self.differences = self.differences._replace(lost=tuple(lost))
             more, less = self.differences.way_in
             if self._key_map is not None:  # it has done what it can
                 self.differences = self.differences._replace(wrapped=0, way_in=("", ""))
@@ -210,6 +309,8 @@ class RankLoad:
                 self.differences = self.differences._replace(way_in=(more, ""))
             if self.differences.is_refused(rules):
                 return False
+        else:
+            self._asked = _state_of(planner)
         if isinstance(planner, DefaultLoadPlanner):
             planner.allow_partial_load = True  # `compare` finds the missing names
         try:
@@ -223,12 +324,14 @@ class RankLoad:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:
                 sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
-            self.differences = compared(_state_of(planner), stored, rules, sources=sources)
+            self.differences = compared(
+                _state_of(planner), stored, rules, sources=sources, mapped=self._mapped
+            )
         return not self.differences.is_refused(rules)
 
     def _unasked(self) -> bytes:
         asked = {item.storage_index.fqn for item in self.plan.items}
-        asked.update(_state_of(self.planner))
+        asked.update(self._asked)
         return zlib.compress(bytes(name not in asked for name in self.stored), 1)
 
 
@@ -236,6 +339,11 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """Returns the coordinator's answers to the offers, by rank: one error, or a plan for each.
     Raises: PlanError, if ranks gave arguments that contradict each other; as `check_left`.
     """
+    if any(offer.new for offer in offers):
+        unasked = _by_all(offers)
+        names = set(own.unexpected(unasked))
+        if unasked is None or any(not names.isdisjoint(offer.new) for offer in offers):
+            return [LoadAnswer(None, unasked=unasked, is_again=True)] * len(offers)
     differences = [offer.differences or Differences() for offer in offers]
     error = mismatch_error(str(own.reader.path), differences, own.rules)
     if error is not None:

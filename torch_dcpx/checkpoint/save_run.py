@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._hooks import takes
 from torch_dcpx._waiting import Deadline
+from torch_dcpx.checkpoint.containers import add_record
 from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
 from torch_dcpx.checkpoint.stateful import with_state_dicts
@@ -98,8 +99,10 @@ class SaveRun:
                 check()
                 # Here, so that the others learn of an error. Else they wait for this rank, and the
                 # numbers of later operations are out of step.
-                self._state_dict = with_state_dicts(self._state_dict)
+                growing: set[str] = set()
+                self._state_dict = with_state_dicts(self._state_dict, growing)
                 self._set_up()
+                add_record(self.planner, self._state_dict, growing)
                 return planning.offer(), self._place().digest
 
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:

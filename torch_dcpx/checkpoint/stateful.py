@@ -13,8 +13,10 @@ An error in one of them is raised on all ranks, and none goes on to the next.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, TypeGuard
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -24,17 +26,51 @@ def is_stateful(value: Any) -> TypeGuard[Stateful]:
     return hasattr(value, "load_state_dict") and isinstance(value, Stateful)
 
 
-def with_state_dicts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state with the state dicts of its `Stateful` objects in their place."""
-    return {
-        key: value.state_dict() if is_stateful(value) else value for key, value in state.items()
-    }
+def with_state_dicts(state: Mapping[str, Any], growing: set[str] | None = None) -> dict[str, Any]:
+    """Returns a state with the state dicts of its `Stateful` objects in their place; adds the keys
+    of those that take all that was saved to `growing`.
+    """
+    made = dict(state.items())
+    for key, value in made.items():
+        if is_stateful(value):
+            made[key] = value.state_dict()
+            if growing is not None and takes_of(value) is Takes.ALL:
+                growing.add(key)
+    return made
+
+
+class Takes(Enum):
+    """Which entries a part takes that only the checkpoint holds."""
+
+    NOTHING = 0
+    EXTRA_STATES = 1
+    ALL = 2
+
+
+EXTRA_STATE = "_extra_state"  # torch's key in the state of a module
+
+
+def is_extra_state(key: object) -> bool:
+    """Returns whether a key of a module's state is that of an extra state."""
+    return type(key) is str and (key == EXTRA_STATE or key.endswith(f".{EXTRA_STATE}"))
+
+
+def takes_of(value: Any) -> Takes:
+    """Returns which entries a value of a state takes that only the checkpoint holds. Modules have
+    exact names, and what lies in no `Stateful` object is the caller's.
+    """
+    if isinstance(value, LoadPart):
+        return value.takes
+    if not is_stateful(value):
+        return Takes.NOTHING
+    return Takes.EXTRA_STATES if isinstance(value, torch.nn.Module) else Takes.ALL
 
 
 class LoadPart:
     """A part that a load calls four times. It belongs to one save or load; not thread-safe."""
 
     is_applied = True  # whether `load_state_dict` changes anything: then ranks wait for its end
+    takes = Takes.NOTHING
     is_last = False  # whether `load_state_dict` comes after that of all parts that are not last
 
     def state_dict(self) -> dict[str, Any]:

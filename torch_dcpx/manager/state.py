@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
+from torch_dcpx.checkpoint.stateful import LoadPart, Takes
 from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.keys.wrappers import inside
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
@@ -35,7 +36,7 @@ from torch_dcpx.tensors.memory import refuse_meta
 
 
 @dataclass(eq=False)
-class ModelPart:
+class ModelPart(LoadPart):
     """The parameters and buffers of a module. Belongs to one save or load."""
 
     model: torch.nn.Module
@@ -46,6 +47,8 @@ class ModelPart:
         # DCP's functions rename one name after the other: of a wrapped model with "a" and
         # "module.a" one takes the place of the other.
         self._inside = inside(self.model)
+
+    takes = Takes.EXTRA_STATES
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = get_model_state_dict(self._inside)
@@ -58,10 +61,14 @@ class ModelPart:
 
 
 @dataclass(eq=False)
-class StatePart:
-    """A user's dict. A load replaces values in it that are not `Stateful`."""
+class StatePart(LoadPart):
+    """A user's dict. A load replaces values in it that are not `Stateful`, and adds those that only
+    the checkpoint has.
+    """
 
     state: dict[str, Any]
+
+    takes = Takes.ALL
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -72,10 +79,10 @@ class StatePart:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
-            current = self.state[key]
+            current = self.state.get(key)
             if isinstance(current, Stateful):
                 current.load_state_dict(value)
-            else:
+            elif type(current) is not PerRank:
                 self.state[key] = value
 
 

@@ -17,7 +17,14 @@ from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.errors import CorruptionError, MismatchError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import Sizes
-from torch_dcpx.manager.content import Merge, check_mergeable, decode_content, merged, with_own
+from torch_dcpx.manager.content import (
+    Merge,
+    PerRank,
+    check_mergeable,
+    decode_content,
+    merged,
+    with_own,
+)
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
 from torch_dcpx.manager.state import Parts, paired_states
 from torch_dcpx.manager.stored import Record, Stored
@@ -51,6 +58,9 @@ class Wanted(LoadPart):
         self._check_parts()
         # Each rank's own values that this call gives back; below, the ranks whose values it reads.
         given = {"user_content", *parts.per_rank, *(n for n in _SMALL if n in parts.given)}
+        if self.loads.is_strict and parts.state is not None:  # also what only the checkpoint has
+            new = (name for name in record.per_rank if name.startswith("state."))
+            given |= {n for n in new if n.partition(".")[2] not in parts.state}
         self._names = [n for n in record.per_rank if n in given or n.partition(".")[0] in given]
         check_mergeable(self._names, self.merge, record.ranks, self.world_size, path)
         self._is_same_size = record.ranks == self.world_size
@@ -202,10 +212,11 @@ class Wanted(LoadPart):
         if parts.dataloader is not None and "dataloader" in own:
             self.handed.add("dataloader")
             parts.dataloader.load_state_dict(own["dataloader"])
-        for name, value in parts.per_rank.items():
-            if name in own:
+        for name in own.keys() - {"dataloader"}:
+            if name.startswith("state."):
+                key = name.partition(".")[2]
                 self.handed.add(name)
-                value.value = own[name]
+                parts.state.setdefault(key, PerRank(None)).value = own[name]
 
     def _own_values(self, small: dict[str, Any]) -> dict[str, Any]:
         """Returns this rank's own values by path, saved or merged."""

@@ -180,8 +180,9 @@ STATE_READER = _C.StateReader(
 
 def flattened(
     state: Any, *, is_flat: bool, has_flat_shards: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a state as `DefaultSavePlanner.set_up_planner` keeps it, and the path of each name.
+) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Returns a state as `DefaultSavePlanner.set_up_planner` keeps it, the path of each name, and
+    whether a key is no text, or a list has elements without a name.
 
     `is_flat` and `has_flat_shards` are the planner's `flatten_` options. Raises: as
     `naming_state_errors`.
@@ -189,14 +190,14 @@ def flattened(
     Source: torch.distributed.checkpoint._nested_dict.flatten_state_dict, and its caller.
     """
     paths: dict[str, Any] = {}
-    has_sharded = True
+    has_sharded, is_odd = True, False
     if is_flat:
         # Not by torch, whose names another thread's load of an old checkpoint may change meanwhile.
         with naming_state_errors(state):
-            state, paths, has_sharded, _ = STATE_READER.flatten(state)
+            state, paths, has_sharded, is_odd = STATE_READER.flatten(state)
     if has_flat_shards and has_sharded:
         state = _flatten_sharded_tensors(state)
-    return state, paths
+    return state, paths, is_odd
 
 
 def fingerprint_of(

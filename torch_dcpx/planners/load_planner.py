@@ -8,6 +8,7 @@ other value goes through Python.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ from torch_dcpx.metadata.lazy import StoredEntries, chunks_in, outline_of
 from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.kept_load_plan import KeptPlan, is_kept
 from torch_dcpx.planners.state_errors import naming_state_errors
+from torch_dcpx.reader.elements import StateKeys
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.tensors.tiling import box_text, way_out
@@ -122,6 +124,7 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
     _kept: KeptPlan | None = None  # the plan at hand, if other ranks do not see its items
     # The planned state, and its items, which fill it once.
     _covered: tuple[Any, tuple[ReadItem, ...]] | None = None
+    dcpx_is_odd = False  # torch has taken the state apart, see `flattened_target`
     dcpx_is_mapped = False  # the state goes by stored names, which a KeyMap has found
 
     def __init__(
@@ -145,12 +148,14 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
             OptionError: the state contains itself.
             PlanError: two values have one name (torch's text).
         """
+        self._keys = StateKeys()
         with naming_state_errors(state_dict):
             if self.flatten_state_dict:
                 with _unflattened(self):
                     super().set_up_planner(state_dict, metadata, is_coordinator)
                 state, has_flat_shards = self.state_dict, self.flatten_sharded_tensors
                 flat = flattened_target(state, has_flat_shards=has_flat_shards)
+                self.dcpx_is_odd = flat is None
                 if flat is not None:
                     self.state_dict, self.mappings = flat
                     return
@@ -160,6 +165,20 @@ class DcpxLoadPlanner(DefaultLoadPlanner):
         """Returns the state's tensor, or shard, that a read item names."""
         own = self.state_dict.get(index.fqn)
         return own.view(index) if isinstance(own, MappedTarget) else super().lookup_tensor(index)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Puts an object into the state, under the state's own key of its name."""
+        if not self.flatten_state_dict:
+            super().load_bytes(read_item, value)
+            return
+        fqn, state, paths = read_item.dest_index.fqn, self.original_state_dict, self.mappings
+        self.original_state_dict, self.mappings = {}, {fqn: (fqn,)}  # torch decodes it
+        try:
+            super().load_bytes(read_item, value)
+            loaded = self.original_state_dict[fqn]
+        finally:
+            self.original_state_dict, self.mappings = state, paths
+        self._keys.put(state, paths[fqn], loaded)
 
     def dcpx_use_mapped(self, mapped: MappedState) -> None:
         """Plans a state by stored names. REQUIRES: `set_up_planner`, with a flat state."""

@@ -89,6 +89,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
     """
 
     _can_split = False  # whether this rank may get rows
+    dcpx_is_odd = False  # whether the state has what names do not tell, see `flattened`
     _cut: tuple[dict[str, Any], Any] | None = None  # the state with pieces, and the one before
 
     def __init__(
@@ -140,7 +141,7 @@ class DcpxSavePlanner(DefaultSavePlanner):
             PlanError: two values have one name (torch's text).
         """
         with paused_gc():
-            self.state_dict, mappings = flattened(
+            self.state_dict, mappings, self.dcpx_is_odd = flattened(
                 state_dict,
                 is_flat=self.flatten_state_dict,
                 has_flat_shards=self.flatten_sharded_tensors,

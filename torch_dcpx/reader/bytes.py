@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -21,6 +20,7 @@ from torch_dcpx._hooks import has_stock_hooks
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.reader.elements import StateKeys
 from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
 from torch_dcpx.unpickle.torch_items import fill_target, load_by_torch
 from torch_dcpx.unpickle.unpickler import MAX_MESSAGE
@@ -60,6 +60,7 @@ class BytesFinisher:
         self._options = options
         self._takes_objects = has_stock_hooks(planner, ("load_bytes",))
         self._decoded: dict[bytes, Any] = {}
+        self._keys = StateKeys()
 
     def plain_values(self, reads: Sequence[BytesRead]) -> list[Any]:
         """Returns the numbers, truths, texts and None of torch-dcpx; for others NotImplemented."""
@@ -78,11 +79,11 @@ class BytesFinisher:
                 self._check_dtype(item, tensor.dtype, read.path)
             fill_target(tensor, item, self._planner)
         elif plain is not NotImplemented and self._takes_objects:
-            _put(self._planner, item, plain)  # type: ignore[arg-type]
+            self._put(item, plain)
         elif plain is not NotImplemented or self._options.trusted:
             self._planner.load_bytes(item, io.BytesIO(data))
         elif self._takes_objects:
-            _put(self._planner, item, self._decode(read, data))  # type: ignore[arg-type]
+            self._put(item, self._decode(read, data))
         else:
             stream = reencode_byte_item(memoryview(data), **self._about(read))
             self._planner.load_bytes(item, stream)
@@ -97,21 +98,17 @@ class BytesFinisher:
             self._decoded[key] = value
         return value
 
+    def _put(self, item: ReadItem, value: object) -> None:
+        """Puts an object into the state, as `load_bytes` of `DcpxLoadPlanner` does."""
+        fqn, planner = item.dest_index.fqn, cast(DefaultLoadPlanner, self._planner)
+        if planner.flatten_state_dict:
+            self._keys.put(planner.original_state_dict, planner.mappings[fqn], value)
+        else:
+            planner.state_dict[fqn] = value
+
     def _about(self, read: BytesRead) -> dict[str, Any]:
         fqn, safe_globals = read.item.storage_index.fqn, self._options.safe_globals
         return {"fqn": fqn, "path": read.path, "safe_globals": safe_globals}
-
-
-def _put(planner: DefaultLoadPlanner, item: ReadItem, value: object) -> None:
-    """Puts an object into the state, as stock's `load_bytes` does.
-
-    Source: torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.load_bytes.
-    """
-    fqn = item.dest_index.fqn
-    if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[fqn], value)
-    else:
-        planner.state_dict[fqn] = value
 
 
 def _undo_extensions(read: BytesRead, transforms: Any) -> bytes:

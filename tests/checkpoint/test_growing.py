@@ -1,0 +1,275 @@
+"""What was saved beneath a `Stateful` comes back whole, whatever the fresh object holds."""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_dcpx as dcpx
+from torch_dcpx import CheckpointManager, CorruptionError, MismatchError
+from torch_dcpx.checkpoint import containers, save_run
+from torch_dcpx.checkpoint.load import LoadRun
+
+
+class Holder:
+    """A Stateful that gives the dict it holds."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def tensor(value: float, size: int = 2) -> torch.Tensor:
+    return torch.full((size,), value)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Returns whether two values are equal, types, keys and their types included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        keys = {(type(key), key) for key in one} == {(type(key), key) for key in other}
+        return keys and all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other)
+
+
+def through(door: str, path: Path, saved: Any, fresh: Any, **arguments: Any) -> Any:
+    """Returns what a load makes of `fresh`, where `saved` was saved."""
+    if door == "stateful":
+        dcpx.save({"k": Holder({"v": saved})}, path, no_dist=True)
+        holder = Holder({"v": fresh})
+        dcpx.load({"k": holder}, path, no_dist=True, **arguments)
+        return holder.state["v"]
+    with CheckpointManager(path, no_dist=True, async_save=False) as manager:
+        state: dict[str, Any] = {"k": Holder({"v": fresh})} if door == "nested" else {"k": fresh}
+        kept: dict[str, Any] = {"k": Holder({"v": saved})} if door == "nested" else {"k": saved}
+        if door == "absent":
+            kept["e"], state = 1, {"e": 0}
+        manager.save(1, state=kept)
+        manager.resume(state=state, **arguments)
+    return state["k"].state["v"] if door == "nested" else state["k"]
+
+
+DOORS = ["stateful", "nested", "state", "absent"]
+GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
+    "text keys": ({"a": 1, "b": {"c": tensor(1)}}, {}),
+    "ints": ({1: 0.5, -2: tensor(2)}, {}),
+    "bool float None": ({True: 1, 0.5: 2, None: 3}, {}),
+    "bytes tuple dtype": ({b"a": 1, (1, "x"): {"y": 2}, torch.float32: tensor(3)}, {}),
+    "one int more": ({1: 0.5, 2: tensor(4)}, {1: 0.0}),
+    "deep": ({"a": {1: {2: [{3: tensor(5)}]}}}, {}),
+    "Counter": ({"c": Counter({1: 2, "b": 3})}, {}),
+    "present Counter": (Counter({1: 2, 2: 3}), Counter({1: 1})),
+    "OrderedDict": ({"o": OrderedDict(b=1, a=2)}, {}),
+    "defaultdict": ({"d": defaultdict(list, {1: [1]})}, {}),
+    "empty ones": ({"a": {"b": {}, "c": [], "d": [{}], "e": [[{}], {}], "t": ()}, "z": 1}, {}),
+    "list of dicts": ([{"a": 1.0}, {"a": 2.0}], []),
+    "longer list": ([tensor(0), tensor(1), {"x": 1}], [tensor(9)]),
+    "gaps": ([tensor(0), {}, {"a": {}}, tensor(2)], [tensor(9)]),
+    "mixed list": (["a", {"x": 1}, tensor(1), [tensor(2), "q"]], []),
+    "numbers, now tensors": ([tensor(1), tensor(2)], [1, 2]),
+    "None, now a list": ({"l": [{"a": 1}, tensor(2)]}, {"l": None}),
+    "list, now a dict": ({"l": {"a": 1}}, {"l": []}),
+    "dict, now a list": ({"l": [{"a": 1}]}, {"l": {}}),
+    "dict, now a tensor": ({"l": tensor(1, 4)}, {"l": {}}),
+    "tensors": ({"a": torch.tensor(3), "b": torch.ones(3, dtype=torch.bfloat16)}, {}),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+@pytest.mark.parametrize("door", DOORS)
+def test_what_only_the_checkpoint_holds_comes_back(tmp_path: Path, door: str, name: str) -> None:
+    saved, fresh = copy.deepcopy(GROWN[name])
+    loaded = through(door, tmp_path / "p", saved, fresh)
+    assert is_same(loaded, GROWN[name][0]), loaded
+    if isinstance(fresh, dict) and door != "absent":
+        assert loaded is fresh  # others may hold it
+    dcpx.save({"k": loaded}, tmp_path / "again", no_dist=True)
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "enum": ({Color.RED: 1}, {}, "its key was an object that no load makes anew"),
+    "factory": ({"d": defaultdict(lambda: 0, {"a": 1})}, {}, "it lies in a defaultdict of "),
+    "another kind": ({"a": {"b": 1}}, {"a": tensor(1)}, "it was a dict or list, and is a Tensor"),
+    "a dict with values": ({"a": [{"b": 1}]}, {"a": {"x": 1}}, "and is a dict here"),
+    "one value": ({"a": 5}, {"a": {"x": 1}}, "it was one value, and is a dict or list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("door", DOORS[:3])
+def test_what_cannot_be_made_is_refused_and_nothing_changes(
+    tmp_path: Path, door: str, name: str
+) -> None:
+    saved, fresh, why = REFUSED[name]
+    present = copy.deepcopy(fresh)
+    with pytest.raises(MismatchError, match=r"strict=False leaves them out") as raised:
+        through(door, tmp_path / "p", saved, present)
+    assert why in str(raised.value)
+    assert is_same(present, fresh)
+
+
+def test_without_strict_what_has_no_place_is_left_out(tmp_path: Path) -> None:
+    assert through("state", tmp_path / "p", {1: 2, Color.RED: 1}, {}, strict=False) == {}
+
+
+def test_shards_are_no_plain_tensor(tmp_path: Path) -> None:
+    planner = dcpx.DcpxSavePlanner()
+    whole = torch.arange(8.0)
+    dcpx.save({"k": {"a": whole, "b": 1}}, tmp_path, no_dist=True, planner=planner)
+    metadata = dcpx.DcpxReader(tmp_path).read_metadata()
+    entry: Any = metadata.state_dict_metadata["k.a"]
+    entry.chunks.append(entry.chunks[0])
+
+    class Reader(dcpx.DcpxReader):
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            return metadata
+
+    with pytest.raises(MismatchError, match=r"'k\.a' \(a tensor that was saved in 2 pieces"):
+        dcpx.load({"k": Holder({"b": 0})}, storage_reader=Reader(tmp_path), no_dist=True)
+
+
+def test_failed_read_takes_new_entries_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dcpx.save({"k": Holder({"l": [{"a": 1}], "d": {1: 2}, "n": {"x": 1}})}, tmp_path, no_dist=True)
+    fresh: dict[str, Any] = {"l": [], "d": {}, "n": None}
+
+    def fails(_: LoadRun) -> None:
+        assert len(fresh["l"]) == len(fresh["d"]) == 1
+        raise CorruptionError("damaged")
+
+    monkeypatch.setattr(LoadRun, "read", fails)
+    with pytest.raises(CorruptionError, match="damaged"):
+        dcpx.load({"k": Holder(fresh)}, tmp_path, no_dist=True)
+    assert fresh == {"l": [], "d": {}, "n": None}
+
+
+@pytest.mark.parametrize("fresh", [{}, {7: 0}])
+def test_keys_of_saves_without_a_record_are_the_states_own_or_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: dict[Any, Any]
+) -> None:
+    monkeypatch.setattr(save_run, "add_record", lambda *_: None)
+    wanted = {7: 1} if fresh else {"7": 1}
+    assert is_same(through("stateful", tmp_path / "p", {7: 1}, fresh), wanted)
+
+
+@pytest.mark.parametrize("is_stocks", [True, False])
+def test_fresh_optimizer_takes_the_saved_state(tmp_path: Path, is_stocks: bool) -> None:
+    net = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    if is_stocks:  # no record says what the keys were
+        dcp.save({"o": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        dcpx.save({"o": optimizer}, tmp_path, no_dist=True)
+    again = torch.optim.AdamW(net.parameters())
+    dcpx.load({"o": again}, tmp_path, no_dist=True)
+    assert is_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_plain_dicts_take_nothing_new(tmp_path: Path) -> None:
+    dcpx.save({"k": {"a": {1: 2}, "b": 3}}, tmp_path, no_dist=True)
+    state: dict[str, Any] = {"k": {"a": {}, "b": 0}}
+    report = dcpx.load(state, tmp_path, no_dist=True)
+    assert state == {"k": {"a": {}, "b": 3}} and "k.a.1" in report.unexpected
+
+
+def test_smaller_module_takes_no_parameters(tmp_path: Path) -> None:
+    dcpx.save({"m": torch.nn.Linear(2, 2)}, tmp_path, no_dist=True)
+    report = dcpx.load({"m": torch.nn.Linear(2, 2, bias=False)}, tmp_path, no_dist=True)
+    assert report.unexpected == ("m.bias",)
+
+
+def test_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(planner: Any, *_: Any) -> None:
+        name = containers.RECORD + "0"
+        planner.state_dict[name], planner.mappings[name] = {"containers": [1]}, (name,)
+
+    monkeypatch.setattr(save_run, "add_record", add)
+    with pytest.raises(CorruptionError, match=r"read the item 'dcpx\.keys\.0' .*no record"):
+        through("stateful", tmp_path / "p", {7: 1}, {})
+
+
+def test_states_of_text_keys_have_no_record(tmp_path: Path) -> None:
+    dcpx.save({"k": Holder({"a": {"b": 1}, "l": [{"c": tensor(1)}]})}, tmp_path, no_dist=True)
+    names = dcpx.DcpxReader(tmp_path).read_metadata().state_dict_metadata
+    assert set(names) == {"k.a.b", "k.l.0.c"}
+
+
+class Scaled(torch.nn.Linear):
+    """A layer with an extra state."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(2, 2)
+        self.held = held
+
+    def get_extra_state(self) -> Any:
+        return self.held
+
+    def set_extra_state(self, state: Any) -> None:
+        self.held = state
+
+
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "longer": (torch.arange(5, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)),
+    "of another dtype": (tensor(1, 3), torch.empty(1, dtype=torch.uint8)),
+    "dict for an empty one": ({"scale": 1, 2: tensor(3)}, {}),
+    "dict for a tensor": ({"scale": 1, "n": {"k": 2}}, tensor(0)),
+    "dict for None": ({"scale": 1}, None),
+    "tensor for None": (tensor(3), None),
+    "tensor for a dict": (tensor(3), {}),
+    "text for a tensor": ("text", tensor(0)),
+    "list for an empty one": ([tensor(1), tensor(2)], []),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("door", ["manager", "not strict", "stateful"])
+def test_extra_state_is_handed_over_as_it_was_saved(tmp_path: Path, door: str, name: str) -> None:
+    saved, fresh = copy.deepcopy(EXTRA[name])
+    first, again = torch.nn.Sequential(Scaled(saved)), torch.nn.Sequential(Scaled(fresh))
+    if door == "stateful":
+        dcpx.save({"m": first}, tmp_path, no_dist=True)
+        dcpx.load({"m": again}, tmp_path, no_dist=True)
+    else:
+        with CheckpointManager(tmp_path / "r", no_dist=True, async_save=False) as manager:
+            manager.save(1, model=first)
+            manager.resume(model=again, strict=door == "manager")
+    assert is_same(again[0].held, EXTRA[name][0])
+
+
+@pytest.mark.parametrize("name", ["longer", "of another dtype", "tensor for None"])
+@pytest.mark.parametrize("door", ["dict", "pretrained"])
+def test_extra_state_of_another_length_is_taken(tmp_path: Path, door: str, name: str) -> None:
+    saved, fresh = copy.deepcopy(EXTRA[name])
+    again = torch.nn.Sequential(Scaled(fresh))
+    dcpx.save({"model": torch.nn.Sequential(Scaled(saved)).state_dict()}, tmp_path, no_dist=True)
+    if door == "dict":
+        state = {"model": again.state_dict()}
+        dcpx.load(state, tmp_path, no_dist=True)
+        again.load_state_dict(state["model"])
+    else:
+        dcpx.load_pretrained(again, tmp_path, no_dist=True)
+    assert is_same(again[0].held, saved)

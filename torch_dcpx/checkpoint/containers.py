@@ -1,0 +1,171 @@
+"""What flattened names do not say of a nested state, for a load that has to make it anew.
+
+A checkpoint holds values by texts: it says no key's type, no class of a dict, and nothing of an
+empty one. Where a state has such, a save of `save` or `async_save` keeps one more object,
+"dcpx.keys.DIGEST", which no state asks for:
+
+    {"containers": {path: (class of the dict or list, [keys that are no texts])}}
+
+Ranks with equal states write one, others several, so a load joins all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_dcpx._hooks import is_own
+from torch_dcpx.errors import CorruptionError
+from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.save_planner import DcpxSavePlanner
+from torch_dcpx.reader.reader import DcpxReader, quiet_reader
+
+RECORD = "dcpx.keys."  # begins the names of the items
+_MAX_DEPTH = 64
+_KEYS = frozenset((int, bool, float, complex, bytes, type(None), torch.dtype, torch.device))
+_FACTORIES: dict[str, Any] = {
+    f"defaultdict of {made.__name__}": made for made in (int, float, list, dict, set, str, bool)
+}
+_DICTS: dict[str, Any] = {
+    "": dict,
+    "list": list,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": defaultdict,
+    **{name: lambda made=made: defaultdict(made) for name, made in _FACTORIES.items()},
+}
+Path = tuple[str | int, ...]
+
+
+class Kept(NamedTuple):
+    """A dict or list of a saved state."""
+
+    kind: str = ""  # its class; "" for a dict or a list itself
+    keys: Mapping[str, Any] = {}  # those that are no texts, by text; of no known type: `Kept`
+
+    def made(self) -> Any:
+        """Returns a new dict or list of its class; None where that cannot be made."""
+        make = _DICTS.get(self.kind)
+        return None if make is None else make()
+
+
+def note_containers(value: Any, path: Path, found: dict[Path, Any]) -> None:
+    """Adds to `found` what the names of a value at `path` do not say of its dicts and lists."""
+    if isinstance(value, Mapping):
+        keys = [_told(key) for key in value if type(key) is not str and str(key) != key]
+        kind, before = _kind_of(value, dict), len(found)
+        for key, part in value.items():
+            if isinstance(part, (Mapping, list)):
+                note_containers(part, (*path, str(key)), found)
+        # What holds nothing but empty ones has no name either.
+        if keys or kind or not value or len(found) > before:
+            found[path] = kind, keys
+    elif isinstance(value, list):
+        kind, before = _kind_of(value, list), len(found)
+        for at, part in enumerate(value):
+            if isinstance(part, (Mapping, list)):
+                note_containers(part, (*path, at), found)
+        if kind or len(found) > before:
+            found[path] = kind or "list", []
+
+
+def _kind_of(value: Any, plain: type) -> str:
+    """Returns the class of a dict or list as a text, "" for `plain`."""
+    kind = type(value)
+    if kind is plain:
+        return ""
+    if kind is defaultdict:
+        factory = value.default_factory
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        is_known = factory is None or _FACTORIES.get(f"defaultdict of {name}") is factory
+        return "defaultdict" + (f" of {name}" if factory is not None else "") + "?" * (not is_known)
+    return kind.__name__ if kind in _DICTS.values() else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _told(key: Any) -> Any:
+    """Returns a key for the record; in a list its text, of a type that no load makes anew."""
+    numpy: Any = sys.modules.get("numpy")
+    if type(key) in _KEYS or (type(key) is tuple and _is_told(key)):
+        return key
+    is_number = (
+        numpy is not None and isinstance(key, numpy.number) and hash(key) == hash(key.item())
+    )
+    return key if is_number else [str(key)]
+
+
+def _is_told(key: tuple[Any, ...], depth: int = 0) -> bool:
+    return depth < _MAX_DEPTH and all(
+        type(part) in _KEYS
+        or type(part) is str
+        or (type(part) is tuple and _is_told(part, depth + 1))
+        for part in key
+    )
+
+
+def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) -> None:
+    """Gives a planner that was set up with `state` the record of it, if there is anything to tell.
+
+    `growing` are the keys of parts whose entries a load makes anew. A planner that takes states its
+    own way gets none.
+    """
+    is_known = isinstance(planner, DcpxSavePlanner) and is_own(
+        planner, DcpxSavePlanner, "set_up_planner"
+    )
+    if not (is_known and planner.flatten_state_dict):
+        return
+    found: dict[Path, Any] = {}
+    for key, part in state.items():
+        if planner.dcpx_is_odd or key in growing:
+            note_containers(part, (str(key),), found)
+    if found:
+        digest = hashlib.blake2b(repr(sorted(found.items(), key=repr)).encode("utf-8", "replace"))
+        name = RECORD + digest.hexdigest()[:16]
+        planner.state_dict[name] = {"containers": found}
+        planner.mappings[name] = (name,)
+
+
+def read_containers(reader: DcpxReader, metadata: Metadata) -> dict[Path, Kept]:
+    """Returns the saved dicts and lists that names do not tell, by path, of all ranks.
+
+    Raises: as a load. CorruptionError: a record is none.
+    """
+    names = [name for name in metadata.state_dict_metadata if name.startswith(RECORD)]
+    found: dict[Path, Kept] = {}
+    for name, record in zip(names, _read(reader, names), strict=True):
+        try:
+            for path, (kind, keys) in record["containers"].items():
+                known = found.get(path, Kept(kind))
+                own = {_text_of(key): Kept() if type(key) is list else key for key in keys}
+                found[path] = Kept(known.kind, {**own, **known.keys})
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            message = (
+                f"read the item '{name}' of '{reader.path}': no record of a save: {error!r:.99}"
+            )
+            raise CorruptionError(message, fqn=name, path=str(reader.path)) from error
+    return found
+
+
+def _text_of(key: Any) -> str:
+    (text,) = key if type(key) is list else (str(key),)
+    hash(text)
+    return str(text)
+
+
+def _read(reader: DcpxReader, names: Iterable[str]) -> Iterable[Any]:
+    """Returns objects of a checkpoint, read in this process alone."""
+    target: dict[str, Any] = dict.fromkeys(names)
+    if target:
+        own, planner = quiet_reader(reader.path, reader.options), DcpxLoadPlanner(False, False)
+        metadata = own.read_metadata()
+        planner.set_up_planner(target, metadata, False)
+        own.set_up_storage_reader(metadata, False)
+        plan = own.prepare_local_plan(planner.create_local_plan())
+        own.read_data(planner.finish_plan(plan), planner).wait()
+        target = planner.state_dict
+    return target.values()

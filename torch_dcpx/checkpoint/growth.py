@@ -1,0 +1,245 @@
+"""Entries that only the checkpoint holds: a load makes room for them, for what was saved is the
+template, not the fresh object. A dict that was empty when the process began, a list that was
+shorter, and extra states of modules come back as they were.
+
+It changes the state before ranks agree on the load; `undo` makes it as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
+from itertools import filterfalse
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torch_dcpx.checkpoint.containers import Kept, Path
+from torch_dcpx.checkpoint.stateful import EXTRA_STATE, Takes, is_extra_state
+from torch_dcpx.reader.elements import StateKeys
+
+_HOLE: Any = object()  # an element of a list that has no value yet
+
+
+class Growth:
+    """The changes of one load to the state of this rank."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def keep(self) -> None:
+        """Leaves the changes as they are: the load has filled them."""
+        self._undo.clear()
+
+    def undo(self) -> None:
+        """Takes all changes back, the last one first."""
+        while self._undo:
+            self._undo.pop()()
+
+    def note(self, container: Any, key: Any, value: list[Any]) -> None:
+        """Notes a list at a place that it is to have again: torch's planner makes lists anew."""
+        self._undo.append(lambda: container.__setitem__(key, value))
+
+    def put(self, container: Any, key: Any, value: Any) -> None:
+        """Puts a value into a dict or list, which grows. Raises TypeError: it takes none."""
+        if isinstance(container, list):
+            length = len(container)
+            container.extend([_HOLE] * (key + 1 - length))
+            self._undo.append(lambda: container.__delitem__(slice(length, None)))
+        elif not isinstance(container, MutableMapping):
+            raise TypeError(f"a {type(container).__name__} takes no entry")
+        old = container[key] if not isinstance(container, Mapping) or key in container else _HOLE
+        container[key] = value
+        if old is not _HOLE:
+            self._undo.append(lambda: container.__setitem__(key, old))
+        elif not isinstance(container, list):
+            self._undo.append(lambda: container.pop(key, None))
+
+
+class Grower:
+    """Makes the entries of one load's parts. `kept` says what names do not tell."""
+
+    def __init__(
+        self,
+        growth: Growth,
+        stored: Mapping[str, Any],
+        kept: Mapping[Path, Kept],
+        numbered: Container[Path] = (),
+    ) -> None:
+        """`stored` are the entries of the metadata, `numbered` paths of dicts whose keys are ints
+        though nothing says so.
+        """
+        self._numbered = numbered
+        self._growth = growth
+        self._stored = stored
+        self._kept = kept
+        self._keys = StateKeys()
+        self._made: dict[Path, Any] = {}  # new dicts and lists, by their paths
+        self._touched: dict[Path, list[Any]] = {}  # lists with a new element
+
+    def grow(
+        self, state: Any, keys: Mapping[str, Any], names: Mapping[str, Path]
+    ) -> list[tuple[str, str]]:
+        """Makes an entry for each name at its path in the parts of a state; `keys` are those of
+        the parts by text. Returns names of which it can make none, and why.
+        """
+        refused = []
+        for name, path in names.items():
+            try:
+                self._add(state[keys[str(path[0])]], path, blank(self._stored[name]))
+            except (TypeError, ValueError, RuntimeError) as error:  # the last: no memory
+                refused.append((name, str(error)))
+        for path, kept in sorted(self._kept.items(), key=lambda one: len(one[0])):
+            try:
+                self._add_empty(path, kept)
+            except TypeError as error:
+                refused.append((_name(path), str(error)))
+        for path, each in self._touched.items():
+            holes = [(*path, at) for at, value in enumerate(each) if value is _HOLE]
+            why = "an empty dict or list, of which nothing says which"
+            refused += [(_name(hole), why) for hole in holes]
+        return refused
+
+    def replace(self, state: Any, path: Path, name: str) -> bool:
+        """Puts what is stored under a name in place of the value at a path. Returns whether it can
+        be made.
+        """
+        container, last = state, path[-1]
+        for part in path[:-1]:
+            container = container[self._key(container, (), part)]
+        key = self._key(container, (), last)
+        try:
+            made = blank(self._stored[name], getattr(container[key], "device", None))
+        except ValueError:
+            return False
+        self._growth.put(container, key, made)
+        return True
+
+    def _add(self, state: Any, path: Path, leaf: Any) -> None:
+        container = state
+        for at in range(1, len(path)):
+            here, key = path[:at], self._key(container, path[:at], path[at])
+            if at == len(path) - 1:
+                child = _at(container, key)
+                if isinstance(child, (Mapping, list)) and child:
+                    raise TypeError("it was one value, and is a dict or list with values here")
+                self._put(container, here, key, leaf)
+                return
+            child = _at(container, key)
+            end = path[: at + 1]
+            if not (end in self._made or end in self._touched or _is_way(child, path[at + 1])):
+                is_kept = isinstance(child, torch.Tensor) and not is_extra_state(key)
+                if is_kept or (isinstance(child, Mapping) and child):
+                    kind = type(child).__name__
+                    raise TypeError(f"it was a dict or list, and is a {kind} here")
+                child = self._new(end, path[at + 1])
+                self._put(container, here, key, child)
+            elif isinstance(child, list):
+                self._growth.note(container, key, child)
+            container = child
+
+    def _put(self, container: Any, path: Path, key: Any, value: Any) -> None:
+        self._growth.put(container, key, value)
+        if isinstance(container, list):
+            self._touched[path] = container
+
+    def _new(self, path: Path, inner: str | int | None) -> Any:
+        """Returns a new dict for a text within, a list for an index, the saved one for None."""
+        kept = self._kept.get(path, Kept())
+        made = [] if type(inner) is int and not kept.kind else kept.made()
+        if made is None or not (inner is None or _is_way(made, inner)):
+            raise TypeError(f"it lies in a {kept.kind}, which no load makes anew")
+        self._made[path] = made
+        return made
+
+    def _key(self, container: Any, path: Path, part: str | int) -> Any:
+        """Returns the key that was saved. Raises TypeError: it cannot be told."""
+        if type(part) is int:
+            return part
+        if not isinstance(container, Mapping):
+            raise TypeError(f"it lies in a dict, and here is a {type(container).__name__}")
+        own = self._keys.of(container, part)
+        if own in container:
+            return own
+        kept = self._kept.get(path, Kept()).keys.get(str(part), part)
+        if kept == part and path in self._numbered and str(part).isdecimal():
+            return int(part)
+        if type(kept) is Kept:
+            raise TypeError("its key was an object that no load makes anew")
+        return kept
+
+    def _add_empty(self, path: Path, kept: Kept) -> None:
+        """Puts a dict or list without names back into one that is new, or has new elements."""
+        around = self._made.get(path[:-1], self._touched.get(path[:-1]))
+        if around is None or path in self._made:
+            return
+        key = self._key(around, path[:-1], path[-1])
+        is_there = key in around if isinstance(around, Mapping) else _at(around, key) is not _HOLE
+        if isinstance(around, list) and key >= len(around):
+            is_there = False
+        if not is_there:
+            self._put(around, path[:-1], key, self._new(path, None))
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _at(container: Any, key: Any) -> Any:
+    """Returns what lies at a key of a dict or place of a list; None where nothing is."""
+    if isinstance(container, Mapping):
+        return container.get(key)
+    return container[key] if 0 <= key < len(container) else None
+
+
+def _is_way(value: Any, inner: str | int) -> bool:
+    """Returns whether names lead into a value: into a list by an index, into a dict by a text."""
+    if type(inner) is not int or not isinstance(value, list):
+        return type(inner) is not int and isinstance(value, Mapping)
+    # A list without any of these is one value, such as a list of numbers.
+    return not value or any(isinstance(v, (Mapping, list, torch.Tensor)) for v in value)
+
+
+def new_names(
+    stored: Mapping[str, Any], flat: Container[str], parts: Mapping[Any, Takes]
+) -> list[str]:
+    """Returns the stored names beneath parts that take them and that have no such name."""
+    beginnings = {f"{key}.": takes for key, takes in parts.items() if takes is not Takes.NOTHING}
+    if not beginnings:
+        return []
+    return [
+        name
+        for name in filterfalse(flat.__contains__, stored)
+        for beginning, takes in beginnings.items()
+        if name.startswith(beginning) and (takes is Takes.ALL or EXTRA_STATE in name)
+    ]
+
+
+def paths_of(
+    names: Iterable[str], metadata: Metadata, parts: Mapping[Any, Takes]
+) -> dict[str, Path]:
+    """Returns the paths of those names that were saved beneath a part that takes them."""
+    texts = {str(key): takes for key, takes in parts.items()}
+    paths, found = metadata.planner_data, {}
+    for name in names if isinstance(paths, Mapping) else ():
+        path = paths.get(name)
+        is_path = isinstance(path, tuple) and len(path) > 1 and {*map(type, path)} <= {str, int}
+        if is_path and _name(path) == name:
+            takes = texts.get(path[0], Takes.NOTHING)
+            if takes is Takes.ALL or (takes is not Takes.NOTHING and is_extra_state(path[1])):
+                found[name] = path
+    return found
+
+
+def blank(entry: Any, device: torch.device | None = None) -> Any:
+    """Returns a tensor for a load to fill, None where an object was saved.
+
+    Raises ValueError: it was saved in pieces, and nothing says how to share it.
+    """
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    if len(entry.chunks) != 1:
+        raise ValueError(f"a tensor that was saved in {len(entry.chunks)} pieces, for shards")
+    if entry.properties.layout is not torch.strided:
+        raise ValueError(f"a tensor of layout {entry.properties.layout}")
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
