@@ -14,6 +14,7 @@ parameters whose gradients it averages. Which buffers a rank has it decides, too
 from __future__ import annotations
 
 import array
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +31,13 @@ from torch_dcpx.tensors.memory import is_plain_dtensor, is_plain_tensor
 
 TOTALS = 1 << 64  # of digests by factors
 _MOST_A_SAVE = 2048  # tensors: of more, saves by a kept plan look at a part in turn
-_NONE = bytes(8)  # of an item without a digest
 
 
 class Told(NamedTuple):
     """What a rank says of the tensors of its plan."""
 
-    sums: bytes = b""  # 8 bytes an item, deflated; b"": there is nothing to compare
+    sums: bytes = b""  # 8 bytes a digest; b"": there is nothing to compare
+    places: bytes = b""  # of their items in the plan, int64, deflated; b"": of all items
     is_steady: bool = False  # whether it can tell a sum with each save
     settled: tuple[str, ...] = ()  # names of buffers, of which the lowest rank's count
 
@@ -83,11 +84,12 @@ class Contents:
             return Told()
         copied, settled = _synchronised(self._given)
         places, names, tensors, lowest = [], [], [], []
+        get, bytes_item = state.get, WriteItemType.BYTE_IO
         for place, item in enumerate(plan.items):
-            if item.type is WriteItemType.BYTE_IO:
+            if item.type is bytes_item:
                 continue
             fqn = item.index.fqn
-            tensor = self._compared(state.get(fqn))
+            tensor = self._compared(get(fqn))
             if tensor is None:
                 continue
             address = tensor.data_ptr() if copied or settled else 0
@@ -97,16 +99,16 @@ class Contents:
                 places.append(place)
                 names.append(fqn)
                 tensors.append(tensor)
-        sums = content_sums(names, tensors)
-        each = [bytes(sums[at : at + 8]) for at in range(0, len(sums), 8)]
-        self._names = [name for name, own in zip(names, each, strict=True) if own != _NONE]
-        if not self._names:
-            return Told(settled=tuple(lowest))
-        spread = bytearray(8 * len(plan.items))
-        for place, own in zip(places, each, strict=True):
-            spread[8 * place : 8 * place + 8] = own
-        is_steady = all(map(device_memory.is_host, tensors))
-        return Told(zlib.compress(spread, 1), is_steady, tuple(lowest))
+        sums = _numbers(content_sums(names, tensors))
+        has_sum = (sums != 0).tolist()
+        self._names = list(itertools.compress(names, has_sum))
+        places = list(itertools.compress(places, has_sum))
+        return Told(
+            bytes(array.array("q", sums[sums != 0].tolist())),
+            b"" if len(places) == len(plan.items) else _deflated(places),
+            all(map(device_memory.is_host, tensors)),
+            tuple(lowest),
+        )
 
     def _compared(self, value: Any) -> torch.Tensor | None:
         """Returns this rank's part of a value that nothing calls a copy; None: there is none."""
@@ -133,7 +135,7 @@ def compare(told: Sequence[Told], plans: Sequence[SavePlan]) -> Compared:
     if len({own.sums for own in told}) == 1:  # nearly always; digests are of names, too
         if not is_steady:
             return Compared({}, settled, [])
-        count = int((_numbers(zlib.decompress(told[0].sums)) != 0).sum())
+        count = len(told[0].sums) // 8
         by_rank = [*[1] * (len(told) - 1), 1 - len(told)]
         return _with_turns({}, settled, [[own] * count for own in by_rank])
     found: dict[Any, dict[bytes, int]] = {}  # by chunk: the first rank of each contents
@@ -167,11 +169,12 @@ def _with_turns(
 
 def _chunks(told: Told, plan: SavePlan) -> Iterator[tuple[Any, bytes]]:
     """Yields ((fqn, offset), digest) of the items that have one."""
-    sums = zlib.decompress(told.sums) if told.sums else b""
-    for place in _numbers(sums).nonzero().flatten().tolist():
+    count = len(told.sums) // 8
+    places = _numbers(zlib.decompress(told.places)).tolist() if told.places else range(count)
+    for number, place in enumerate(places):
         index = plan.items[place].index
         offset = index.offset if index.offset is not None and any(index.offset) else None
-        yield (index.fqn, offset), sums[8 * place : 8 * place + 8]
+        yield (index.fqn, offset), told.sums[8 * number : 8 * number + 8]
 
 
 def _numbers(sums: bytes | bytearray) -> torch.Tensor:
