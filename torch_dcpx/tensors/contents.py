@@ -23,23 +23,18 @@ from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, check_storage, has_strides
 
 _BATCH = 128  # samples that are copied at once: 8 MiB at most
-# Dtypes of numbers whose bits are not the number: of equal NaNs many, of 0 two. By their names, as
-# not every torch has all: the real dtype of a part, and the greatest magnitude that is a number.
-_REAL = {
-    "float64": ("float64", 0x7FF0_0000_0000_0000),
-    "float32": ("float32", 0x7F80_0000),
-    "float16": ("float16", 0x7C00),
-    "bfloat16": ("bfloat16", 0x7F80),
-    "float8_e5m2": ("float8_e5m2", 0x7C),
-    "float8_e4m3fn": ("float8_e4m3fn", 0x7E),
-    "complex128": ("float64", 0x7FF0_0000_0000_0000),
-    "complex64": ("float32", 0x7F80_0000),
-    "complex32": ("float16", 0x7C00),
-}
+# Dtypes of numbers whose bits are not the number, as NaN has many and 0 has two: bytes of a part,
+# and the greatest magnitude that is a number.
 _FORMS = {
-    getattr(torch, name): (getattr(torch, real).itemsize, top)
-    for name, (real, top) in _REAL.items()
-    if hasattr(torch, name)
+    torch.float64: (8, 0x7FF0_0000_0000_0000),
+    torch.float32: (4, 0x7F80_0000),
+    torch.float16: (2, 0x7C00),
+    torch.bfloat16: (2, 0x7F80),
+    torch.float8_e5m2: (1, 0x7C),
+    torch.float8_e4m3fn: (1, 0x7E),
+    torch.complex128: (8, 0x7FF0_0000_0000_0000),
+    torch.complex64: (4, 0x7F80_0000),
+    torch.complex32: (2, 0x7C00),
 }
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
