@@ -29,7 +29,6 @@ from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.contents import content_sums
 from torch_dcpx.tensors.memory import is_plain_dtensor, is_plain_tensor
 
-TOTALS = 1 << 64  # of digests by factors
 _MOST_A_SAVE = 2048  # tensors: of more, saves by a kept plan look at a part in turn
 
 
@@ -54,12 +53,13 @@ class Kept:
             names.append(name)
             own.append(factor)
 
-    def total(self, state: Mapping[str, Any]) -> int:
-        """Returns the sum of the next digests of a state by their factors, modulo 2**64."""
+    def total(self, state: Mapping[str, Any]) -> bytes:
+        """Returns 8 bytes: the next digests of a state by their factors, added modulo 2**64."""
         names, factors = self._turns[self._next]
         self._next = (self._next + 1) % len(self._turns)
         sums = content_sums(names, [_local(state[name]) for name in names])
-        return int((_numbers(sums) * torch.tensor(factors, dtype=torch.int64)).sum()) % TOTALS
+        total = (_numbers(sums) * torch.tensor(factors, dtype=torch.int64)).sum()
+        return int(total).to_bytes(8, "little", signed=True)
 
 
 class Compared(NamedTuple):
@@ -165,6 +165,11 @@ def _with_turns(
 ) -> Compared:
     turns = max((-(-len(own) // _MOST_A_SAVE) for own in factors), default=1)
     return Compared(differing, settled, list(map(_deflated, factors)), max(turns, 1))
+
+
+def add_up(totals: Sequence[bytes]) -> bool:
+    """Returns whether the totals of all ranks say that they hold the same."""
+    return sum(int.from_bytes(total, "little") for total in totals) % (1 << 64) == 0
 
 
 def _chunks(told: Told, plan: SavePlan) -> Iterator[tuple[Any, bytes]]:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._hooks import has_hooks
 from torch_dcpx._plan_classes import MAKER
-from torch_dcpx.checkpoint.same_contents import TOTALS, Compared, Contents, Told, compare
+from torch_dcpx.checkpoint.same_contents import Compared, Contents, Told, add_up, compare
 from torch_dcpx.errors import PlanError
 from torch_dcpx.planners import cache as plan_cache
 from torch_dcpx.planners.cache import Agreement, KnownPlan, Planning, values_digest
@@ -52,7 +52,7 @@ class SaveOffer(NamedTuple):
     agreement: str = ""
     values: bytes = b""  # with an agreement one digest, with a plan that has none all digests
     told: Told | None = None  # of the tensors of a plan
-    total: int = 0  # of those that an agreement compares
+    total: bytes = b""  # of those that an agreement compares
 
 
 class SaveAnswer(NamedTuple):
@@ -120,7 +120,7 @@ class PlanRound:
         if self._group[1] > 1:
             values = values_digest(plan.digests, agreement.compared)
         contents = agreement.contents
-        total = contents.total(self._planner.state_dict) if contents is not None else 0
+        total = contents.total(self._planner.state_dict) if contents is not None else b""
         return SaveOffer(None, None, agreement.name, values, total=total)
 
     def _offer_of_plan(self, values: bytes = b"") -> SaveOffer:
@@ -274,8 +274,8 @@ class PlanRound:
 
 def _are_alike(offers: Sequence[SaveOffer]) -> bool:
     """Returns whether all ranks offer one agreement, and what it compares is still equal."""
-    is_one = len({offer._replace(total=0) for offer in offers}) == 1
-    return is_one and sum(offer.total for offer in offers) % TOTALS == 0
+    is_one = len({offer._replace(total=b"") for offer in offers}) == 1
+    return is_one and add_up([offer.total for offer in offers])
 
 
 def _copied(items: Sequence[Any]) -> Any:
