@@ -108,7 +108,8 @@ def data_parallel_trainings_say_nothing(root: Path) -> None:
     model = DistributedDataParallel(normed())
     for number in range(3):
         optimizer = trained(model)
-        by_manager(model, root / f"ddp{number}", optimizer=optimizer)
+        sparse = torch.eye(3).to_sparse()  # which has no address
+        by_manager(model, root / f"ddp{number}", optimizer=optimizer, state={"sparse": sparse})
         by_save(model, root / f"ddp-saved{number}")
     assert not heard()
     # Of buffers DDP takes rank 0's: so does the checkpoint, and no mix.
