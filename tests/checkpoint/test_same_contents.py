@@ -287,7 +287,7 @@ def test_meshes_of_some_ranks_are_compared_and_one_of_all_is_not(tmp_path: Path)
 
     def on_parts(rank: int) -> State:
         mesh = DeviceMesh("cpu", [[0, 2], [1, 3]][rank % 2], _init_backend=False)
-        local = torch.full((2, 3), 1.0 + apart * (rank % 2))
+        local = torch.full((2, 3), 1.0 + rank // 2 + apart * (rank % 2))  # rows of their own
         return {
             "e": DTensor.from_local(local, mesh, [Shard(0)], run_check=False),
             "own": torch.ones(1),
