@@ -96,6 +96,20 @@ class SaveRows:
         descriptors: list[str] | None,
     ) -> list[Any]: ...
 
+class ContentReader:
+    def __init__(self, parts: dict[str, Any]) -> None: ...
+    def digests(
+        self,
+        names: list[str],
+        tensors: list[Any],
+        is_host: Callable[[Any], bool],
+        are_samples: bool = False,
+    ) -> tuple[bytes, list[int]]: ...
+
+SAMPLE_BYTES: int  # bytes of what is looked at in one place
+
+def sample_begins(nbytes: int) -> list[int] | None: ...
+
 class StoredColumns:
     def __init__(
         self,

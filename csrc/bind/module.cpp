@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_plan(m);
   dcpx::bind_plan_state(m);
   dcpx::bind_save_rows(m);
+  dcpx::bind_content_reader(m);
   dcpx::bind_write(m);
   dcpx::bind_read(m);
   dcpx::bind_read_rows(m);

@@ -1,9 +1,11 @@
 """The ranks of a save agree on a plan, in a few bytes if nothing has changed.
 
 1. Each rank offers its local plan. If it knows a plan for the fingerprint of its state, it offers
-   the name of that plan's agreement instead, and a digest of its Python values.
-2. If all offers have one name and one digest, the coordinator confirms it, and each rank takes the
-   plan that it has kept. If all are plans, the coordinator plans, and draws a name.
+   the name of that plan's agreement instead, a digest of its Python values, and a total of its
+   tensors (`same_contents`).
+2. If all offers have one name and one digest, and totals that add up, the coordinator confirms it,
+   and each rank takes the plan that it has kept. If all are plans, the coordinator plans, and draws
+   a name.
 3. Else the coordinator answers "again", and each rank offers its plan.
 
 So plans of two agreements never meet: names are random, and a rank that has lost its plan, or has
@@ -14,10 +16,11 @@ succeeded there.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +30,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch_dcpx._compat import HAS_KNOWN_ITEMS
 from torch_dcpx._hooks import has_hooks
 from torch_dcpx._plan_classes import MAKER
+from torch_dcpx.checkpoint.same_contents import Compared, Contents, Told, add_up, compare
 from torch_dcpx.errors import PlanError
 from torch_dcpx.planners import cache as plan_cache
 from torch_dcpx.planners.cache import Agreement, KnownPlan, Planning, values_digest
 from torch_dcpx.planners.save_planner import DcpxSavePlanner, keeps_plans
 from torch_dcpx.ranks.failures import from_rank
 from torch_dcpx.ranks.plan_wire import RankPlan, WirePlan, offered
-from torch_dcpx.tensors.digests import digests_of, report_conflicts
+from torch_dcpx.tensors.digests import TENSORS, digests_of, report_conflicts, report_differing
 from torch_dcpx.tensors.offences import refuse_unlike
 from torch_dcpx.writer.rows import SAVE_ROWS
 from torch_dcpx.writer.table import check_shapes, gives_state_as_it_is
@@ -47,6 +51,8 @@ class SaveOffer(NamedTuple):
     objects: tuple[str, ...] | None = None  # names of Python values; None: keep nothing
     agreement: str = ""
     values: bytes = b""  # with an agreement one digest, with a plan that has none all digests
+    told: Told | None = None  # of the tensors of a plan
+    total: bytes = b""  # of those that an agreement compares
 
 
 class SaveAnswer(NamedTuple):
@@ -57,6 +63,8 @@ class SaveAnswer(NamedTuple):
     is_again: bool = False  # all ranks must offer plans
     agreement: str = ""  # its name; "": keep nothing
     compared: tuple[str, ...] = ()
+    factors: bytes = b""  # for totals of later saves
+    turns: int = 1
     probe: str = ""  # a file to look for first, if paths differ
 
 
@@ -64,12 +72,19 @@ class PlanRound:
     """One save's agreement on this rank."""
 
     def __init__(
-        self, planner: SavePlanner, writer: DcpxWriter, rank: int, ranks: int, group: str = ""
+        self,
+        planner: SavePlanner,
+        writer: DcpxWriter,
+        rank: int,
+        ranks: int,
+        group: str = "",
+        given: Mapping[str, Any] | None = None,
     ) -> None:
         """Begins an agreement of `ranks` ranks; `group` is their name in this process, "" for one
-        process by itself.
+        process by itself, `given` the state before its objects gave theirs.
         """
         self._planner: Any = planner
+        self._contents = Contents(ranks, given or {})
         self._writer = writer
         self._group = (rank, ranks, group)
         # Taken once: other saves of this process may replace them meanwhile.
@@ -98,14 +113,22 @@ class PlanRound:
         agreement = self._offered = known.agreement if known is not None else None
         if agreement is None:
             self._full = self._writer.prepare_local_plan(plan)
-            objects = known.objects if known is not None else None
-            return SaveOffer(self._full, objects, values=values)
+            return self._offer_of_plan(values)
         # Its items were checked when they were new.
         prepared = self._writer.prepare_local_plan(dataclasses.replace(plan, items=[]))
         self._full = dataclasses.replace(prepared, items=plan.items)
         if self._group[1] > 1:
             values = values_digest(plan.digests, agreement.compared)
-        return SaveOffer(None, None, agreement.name, values)
+        contents = agreement.contents
+        total = contents.total(self._planner.state_dict) if contents is not None else b""
+        return SaveOffer(None, None, agreement.name, values, total=total)
+
+    def _offer_of_plan(self, values: bytes = b"") -> SaveOffer:
+        plan, known = self._full, self._known
+        told = None
+        if plan is not None and gives_state_as_it_is(self._planner):
+            told = self._contents.tell(plan, self._planner.state_dict)
+        return SaveOffer(plan, known.objects if known is not None else None, "", values, told)
 
     def _digests(self, plan: SavePlan) -> bytes:
         """Returns the digests of the Python values that a planner with stock's hooks plans,
@@ -126,11 +149,11 @@ class PlanRound:
         if self._offered is not None and self._full is not None:
             self._full = offered(self._full)  # the writer has seen none of its items
         self._offered = None
-        return SaveOffer(self._full, known.objects if known is not None else None)
+        return self._offer_of_plan()
 
     def answer(self, save_id: str, offers: Sequence[SaveOffer]) -> list[SaveAnswer]:
         """Returns the coordinator's answers, by rank."""
-        if all(offer.plan is None for offer in offers) and len(set(offers)) == 1:
+        if all(offer.plan is None for offer in offers) and _are_alike(offers):
             kept = self._agreement().metadata
             self.metadata = kept and self._handed(kept)
             for name in ("global_plan", "metadata"):  # of another save
@@ -143,11 +166,37 @@ class PlanRound:
             refuse_unlike(plans, MAKER.unlike_items([list(plan.items) for plan in plans]))
             digests = (from_rank(offer.values) if offer.values else {} for offer in offers)
             report_conflicts(digests, "warn", _DEFAULT.dcpx_logged)
-        plans, self.metadata = self._planner.create_global_plan(plans)
+        contents = compare([offer.told or Told() for offer in offers], plans)
+        plans, self.metadata = self._global_plan(plans, contents)
         plans = self._writer.prepare_global_plan(plans)
         compared = self._compared(offers)
         name = uuid.uuid4().hex if compared is not None else ""
-        return [SaveAnswer(save_id, plan, False, name, compared or ()) for plan in plans]
+        factors = contents.factors if compared is not None else []
+        return [
+            SaveAnswer(save_id, plan, False, name, compared or (), own, contents.turns)
+            for plan, own in zip(
+                plans, itertools.chain(factors, itertools.repeat(b"")), strict=False
+            )
+        ]
+
+    def _global_plan(
+        self, plans: list[SavePlan], contents: Compared
+    ) -> tuple[list[SavePlan], Metadata]:
+        """Returns all plans and the metadata. Raises PlanError: as the planner, and with
+        `on_conflict="error"` where contents differ.
+        """
+        planner, on_conflict, logged = self._planner, "warn", _DEFAULT.dcpx_logged
+        if isinstance(planner, DcpxSavePlanner):
+            on_conflict, logged = planner.on_conflict, planner.dcpx_logged
+            planner.dcpx_planning.lowest_names = contents.settled.union(contents.differing)
+        try:
+            made: tuple[list[SavePlan], Metadata] = planner.create_global_plan(plans)
+        finally:
+            if isinstance(planner, DcpxSavePlanner):
+                planner.dcpx_planning.lowest_names = frozenset()
+        # What is no one tensor on all ranks was refused.
+        report_differing(contents.differing, TENSORS, on_conflict, logged)
+        return made
 
     def finish(self, answer: SaveAnswer) -> SavePlan:
         """Returns this rank's final plan. Raises PlanError: a kept plan does not fit the state."""
@@ -166,7 +215,8 @@ class PlanRound:
             if isinstance(piece, RankPlan) and isinstance(plan, RankPlan):
                 # Else each save would search for rows.
                 piece = dataclasses.replace(piece, can_split=bool(plan.cut_names))
-            agreement = Agreement(answer.agreement, piece, answer.compared, self.metadata)
+            contents = self._contents.kept(answer.factors, answer.turns)
+            agreement = Agreement(answer.agreement, piece, answer.compared, self.metadata, contents)
             if len(known.items) + agreement.weight <= plan_cache.MAX_ITEMS:
                 metadata = None if self.metadata is None else self._handed(self.metadata)
                 known.agreement = dataclasses.replace(agreement, metadata=metadata)
@@ -220,6 +270,12 @@ class PlanRound:
         return dataclasses.replace(
             metadata, state_dict_metadata=own, planner_data=dict(paths) if paths else paths
         )
+
+
+def _are_alike(offers: Sequence[SaveOffer]) -> bool:
+    """Returns whether all ranks offer one agreement, and what it compares is still equal."""
+    is_one = len({offer._replace(total=b"") for offer in offers}) == 1
+    return is_one and add_up([offer.total for offer in offers])
 
 
 def _copied(items: Sequence[Any]) -> Any:

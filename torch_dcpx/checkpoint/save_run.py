@@ -88,9 +88,8 @@ class SaveRun:
             check: called before anything else on this rank.
         """
         exchange = self.exchange
-        planning = PlanRound(
-            self.planner, self.writer, exchange.rank, exchange.world_size, exchange.group
-        )
+        group = exchange.rank, exchange.world_size, exchange.group
+        planning = PlanRound(self.planner, self.writer, *group, given=self._state_dict)
         same_directory = SameDirectory(exchange)
         phase = self.timeline.phase
 

@@ -48,6 +48,7 @@ class Agreement:
     # Sorted names of Python values that were equal on all ranks: once they differ, it is void.
     compared: tuple[str, ...]
     metadata: Metadata | None  # the coordinator's; nobody else's
+    contents: Any = None  # what tells that tensors are still equal; None: nothing does
 
     @cached_property
     def weight(self) -> int:
@@ -117,6 +118,7 @@ class Planning:
         self.known: KnownPlan | None = None  # the local plan made last, if it is kept
         self.handed: Sequence[Any] = ()  # items, of the plan that was handed out last
         self.has_conflicts = False  # Python values differed in the global plan made last
+        self.lowest_names: frozenset[str] = frozenset()  # of tensors that differ over the ranks
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Planning, (self.is_enabled,))

@@ -47,6 +47,12 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pat
 _ARRAY_KINDS = "biufcSUmM"  # all but objects and structures
 _MAX_SHOWN = 5
 
+VALUES, TENSORS = "Python values", "tensors"
+_WAYS = {  # out of a conflict, beside other names
+    VALUES: ", or the same value",
+    TENSORS: ", the same contents, or in a manager's state a PerRank",
+}
+
 
 class _UnknownError(Exception):
     """A value that has no digest."""
@@ -236,10 +242,19 @@ def conflicting_names(digests: Iterable[Mapping[str, bytes]]) -> dict[str, list[
 def report_conflicts(
     digests: Iterable[Mapping[str, bytes]], on_conflict: str, logged: set[str]
 ) -> set[str]:
-    """Returns the names of `conflicting_names`; logs them if some are not `logged` yet.
-    Raises PlanError: some differ, with `on_conflict="error"`; else it is "warn".
+    """Returns the names of `conflicting_names`; logs or raises as `report_differing`."""
+    return report_differing(conflicting_names(digests), VALUES, on_conflict, logged)
+
+
+def report_differing(
+    found: Mapping[str, list[int]], what: str, on_conflict: str, logged: set[str]
+) -> set[str]:
+    """Returns the names of what differs, given with the first rank of each sort; logs them if some
+    are not `logged` yet.
+
+    `what` is VALUES or TENSORS. Raises PlanError: some differ, with `on_conflict="error"`; else it
+    is "warn".
     """
-    found = conflicting_names(digests)
     is_error = on_conflict == "error"
     if not found or (logged.issuperset(found) and not is_error):
         return set(found)
@@ -249,8 +264,8 @@ def report_conflicts(
     )
     more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     text = (
-        f"{len(found)} Python values differ over the ranks under one name, of which a checkpoint "
-        f"keeps one: {shown}{more}; give each rank a name of its own, or the same value"
+        f"{len(found)} {what} differ over the ranks under one name, of which a checkpoint "
+        f"keeps one: {shown}{more}; give each rank a name of its own{_WAYS[what]}"
     )
     if is_error:
         raise PlanError(text, fqn=next(iter(found)))

@@ -1,0 +1,167 @@
+"""Two ranks save what is other on each under one name: for test_manager_contents.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.machine import seconds
+from support.worker import rank_case
+from torch.nn.parallel import DistributedDataParallel
+from trainings import manager_of
+
+import torch_dcpx as dcpx
+
+HEARD: list[str] = []
+Save = Callable[[Any, Path], None]
+
+
+class Heard(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        HEARD.append(record.getMessage())
+
+
+def heard() -> list[str]:
+    """Returns what the coordinator logged since the last call; all ranks get it."""
+    found = [list(HEARD)]
+    dist.broadcast_object_list(found, 0)
+    HEARD.clear()
+    return found[0]
+
+
+def by_manager(model: Any, path: Path, **parts: Any) -> None:
+    with manager_of(path) as manager:
+        manager.save(1, model=model, **parts)
+
+
+def by_save(model: Any, path: Path) -> None:
+    dcpx.save({"model": model}, path)
+
+
+def by_async_save(model: Any, path: Path) -> None:
+    dcpx.async_save({"model": model.state_dict()}, path).result(seconds(60))
+
+
+def experts(name: str) -> torch.nn.Module:
+    """Each rank's own, with the same names."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(10.0 * dist.get_rank())
+    return model
+
+
+def each_call_says_once_what_differs(root: Path) -> None:
+    calls: tuple[Save, ...] = (by_save, by_async_save, by_manager)
+    for call in calls:
+        name = f"of {call.__name__}"
+        for number in range(3):
+            call(experts(name), root / f"{name}{number}")
+            said = heard()
+            assert len(said) == (number == 0), said
+            assert number or all(part in said[0] for part in ("2 tensors", name, "ranks 0, 1"))
+
+
+def all_ranks_raise_it_as_an_error(root: Path) -> None:
+    planner = dcpx.DcpxSavePlanner(on_conflict="error")
+    for call in (dcpx.save, dcpx.async_save):
+        with pytest.raises(dcpx.PlanError, match="2 tensors differ") as caught:
+            call({"model": experts("strict")}, root / "strict", planner=planner)
+        assert caught.value.fqn == "model.strict.weight"
+    dist.barrier()
+    assert not any((root / "strict").glob("*.distcp"))
+    assert not heard()
+
+
+def states_of_optimizers(root: Path) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    dcpx.save({"optim": optimizer.state_dict()}, root / "numbered")
+    (said,) = heard()
+    assert "'optim.state.0.exp_avg'" in said and "step" not in said
+
+
+def trained(model: Any, batches: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number in range(batches):
+        torch.manual_seed(10 * number + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def normed() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+
+
+def data_parallel_trainings_say_nothing(root: Path) -> None:
+    model = DistributedDataParallel(normed())
+    for number in range(3):
+        optimizer = trained(model)
+        sparse = torch.eye(3).to_sparse()  # which has no address
+        by_manager(model, root / f"ddp{number}", optimizer=optimizer, state={"sparse": sparse})
+        by_save(model, root / f"ddp-saved{number}")
+    assert not heard()
+    # Of buffers DDP takes rank 0's: so does the checkpoint, and no mix.
+    mine = {name: value.clone() for name, value in model.module.named_buffers()}
+    back = normed()
+    with manager_of(root / "ddp2") as manager:
+        manager.resume(model=back)
+    for name, value in back.named_buffers():
+        wanted = mine[name].clone()
+        dist.broadcast(wanted, 0)
+        assert torch.equal(value, wanted), name
+    plain = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for number in range(3):
+        optimizer = trained(plain)
+        state = {"m": plain.state_dict(), "o": optimizer.state_dict()}
+        dcpx.save(state, root / f"plain{number}")
+    assert not heard()
+
+
+def what_ddp_does_not_keep_equal_is_said(root: Path) -> None:
+    own = DistributedDataParallel(normed(), broadcast_buffers=False)
+    by_manager(own, root / "buffers", optimizer=trained(own))
+    (said,) = heard()
+    assert "'model.1.running_mean'" in said and "weight" not in said
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), experts("ignored")["ignored"])
+    names = ["1.weight", "1.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    by_manager(DistributedDataParallel(module), root / "ignored")
+    (said,) = heard()
+    assert "2 tensors" in said and "'model.1.weight'" in said
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    stage = DistributedDataParallel(experts("stage"), process_group=groups[dist.get_rank()])
+    by_manager(stage, root / "stages")
+    (said,) = heard()
+    assert "'model.stage.weight'" in said
+
+
+def ways_out_say_nothing(root: Path) -> None:
+    rank = dist.get_rank()
+    with manager_of(root / "ways") as manager:
+        manager.save(1, state={"x": dcpx.PerRank(torch.full((3,), rank)), f"of {rank}": 1})
+    dcpx.save({f"x{rank}": torch.full((3,), rank)}, root / "names")
+    dcpx.save({"alone": torch.full((3,), rank)}, root / f"alone{rank}", no_dist=True)
+    assert not heard()
+
+
+@rank_case()
+def main(root: Path) -> None:
+    logging.getLogger("torch_dcpx").addHandler(Heard(logging.WARNING))
+    each_call_says_once_what_differs(root)
+    all_ranks_raise_it_as_an_error(root)
+    states_of_optimizers(root)
+    data_parallel_trainings_say_nothing(root)
+    what_ddp_does_not_keep_equal_is_said(root)
+    ways_out_say_nothing(root)
