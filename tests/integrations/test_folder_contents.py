@@ -23,6 +23,7 @@ from torch_dcpx import (
     StorageError,
     UnsupportedError,
 )
+from torch_dcpx.integrations._dcp_calls import Part
 from torch_dcpx.integrations._folder_contents import check_room, remove_folder
 from torch_dcpx.integrations._folder_record import read_record
 from torch_dcpx.integrations._folders import FolderSaves
@@ -242,9 +243,13 @@ def test_folder_and_parts_keep_mode_owner_and_attributes(tmp_path: Path, mode: i
 
 
 def test_new_folder_is_nobodys_else_until_it_is_there(tmp_path: Path) -> None:
-    saves = FolderSaves("save", None)
-    target = saves.begin(lambda: tmp_path / "a")
+    folder, saves = tmp_path / "a", FolderSaves("save", None)
+    folder.mkdir()
+    target = saves.begin(lambda: folder)
     assert stat.S_IMODE(target.parent.stat().st_mode) == 0o700
+    folder.chmod(0o711)  # meanwhile
+    saves.commit([Part({"a": torch.ones(3)}, target / "model")], list).result()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o711
 
 
 def test_folder_that_may_not_be_written_is_refused(
@@ -318,6 +323,16 @@ def test_removed_folder_leaves_what_is_the_users(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
     with pytest.raises(UnsupportedError, match=r"no .\.dcpx\.folder. says that it is ours"):
         remove_folder(folder)
+
+
+def test_removal_follows_no_link(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "a", tmp_path / "elsewhere"
+    save_folder(folder, 1, files=("deep/er/one",))
+    (folder / "deep").rename(elsewhere)
+    (folder / "deep").symlink_to(elsewhere)
+    remove_folder(folder)
+    assert (elsewhere / "er" / "one").exists()
+    assert os.listdir(folder) == ["deep"]
 
 
 @pytest.mark.parametrize("case", ["earlier", "renamed", "copied"])

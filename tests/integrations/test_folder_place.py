@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
-from support.folders import save_folder, value_in
+from support.folders import RECORD, save_folder, value_in
 
 from torch_dcpx import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.integrations._dcp_calls import noted
+from torch_dcpx.integrations._folder_contents import Replacement
 from torch_dcpx.integrations._folders import FolderSaves
 from torch_dcpx.storage.save_lock import SaveLock
 
@@ -33,6 +34,25 @@ def test_leftovers_that_are_not_ours_stay(tmp_path: Path, caplog: pytest.LogCapt
         save_folder(tmp_path / "a", 2)
     assert "left by a killed save of an earlier version" in caplog.text
     assert (outer / "a" / "mine").exists()
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_folder_before_that_a_killed_save_has_left_gives_back_what_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_record: bool
+) -> None:
+    folder = tmp_path / "a"
+    save_folder(folder, 1)
+    if not has_record:  # of an earlier version
+        (folder / RECORD).unlink()
+    with monkeypatch.context() as patch:  # killed behind the exchange
+        patch.setattr(Replacement, "settle", lambda _: None)
+        save_folder(folder, 2)
+    (left,) = (tmp_path / ".dcpx.saving.a").glob("*/a")
+    (left / "late").write_text("mine")
+    save_folder(folder, 3)
+    assert (folder / "late").read_text() == "mine"
+    assert value_in(folder / "model") == 3
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])

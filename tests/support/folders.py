@@ -26,7 +26,7 @@ def save_folder(
         for part in parts:
             dcp.save({part: torch.full((8,), value)}, checkpoint_id=target / part)
         for name in files:
-            (target / name).parent.mkdir(exist_ok=True)
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_text(f"{name} {value}")
     saves.commit(found, list)
     saves.wait()
