@@ -13,6 +13,7 @@ from export_cases import assert_artifact
 
 import torch_dcpx as dcpx
 from torch_dcpx.artifacts import files as export_files
+from torch_dcpx.storage.save_lock import machine
 
 TWO = {"a": torch.ones(9), "b": torch.ones(5)}
 
@@ -60,7 +61,7 @@ def test_next_export_removes_what_a_killed_one_left(
 def test_only_own_names_of_this_machine_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = f"{export_files._machine()}-0123456789ab"
+    own = f"{machine()}-0123456789ab"
     gone = [
         f".model.safetensors.{own}.tmp",
         f".model.safetensors.index.json.{own}.tmp",

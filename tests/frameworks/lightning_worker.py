@@ -40,11 +40,13 @@ def module_of(strategy: str) -> Module:
     return Module(SimpleNamespace(width=16, layers=2, strategy=strategy))
 
 
-def fit(trainer: lightning.Trainer, module: Module) -> str:
+def fit(trainer: lightning.Trainer, module: Module, *, raises: bool = False) -> str:
     """Returns the error of a training."""
     try:
         trainer.fit(module, torch.utils.data.DataLoader(range(6), batch_size=None))
     except (DcpxError, OSError) as error:
+        if raises:
+            raise
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -79,6 +81,17 @@ def refused(path: Path) -> Any:
         "on_busy": lambda: DcpxModelParallelStrategy(options=WriteOptions(on_busy="skip")),
         "overlap": lambda: DcpxModelParallelStrategy(options=WriteOptions(overlap=True)),
         "link": lambda: DcpxModelParallelStrategy().setup(linked),
+        "plain link": lambda: fit(
+            lightning.Trainer(
+                accelerator="cpu",
+                logger=False,
+                plugins=[DcpxCheckpointIO()],
+                max_steps=1,
+                callbacks=[ModelCheckpoint(path, save_last="link")],
+            ),
+            module_of(""),
+            raises=True,
+        ),
         "storage_options": lambda: DcpxModelParallelStrategy().save_checkpoint({}, path, {"a": 1}),
         "plain storage_options": lambda: DcpxCheckpointIO().save_checkpoint({}, path, {"a": 1}),
     }
@@ -226,7 +239,7 @@ def removed(path: Path) -> Any:
 
     saves, found = Saves(WriteOptions(progress=fail), is_async=True), []
     saves.save({"a": torch.ones(3)}, {}, str(path / "one"))
-    concurrent.futures.wait([saves._unfinished[0].durable])
+    concurrent.futures.wait([saves._unfinished[0].handle.durable])
     saves.remove(path / "zero", lambda: found.append("removed"))
     for _ in range(2):
         try:

@@ -151,7 +151,7 @@ def test_user_files_in_a_folder_stay_when_it_is_saved_again(
     framework.train(tmp_path, *OURS, "--steps", 2, hook=False, ranks=1)
     assert notes.read_text() == "mine"
     names = {path.name for path in (tmp_path / "step_2").iterdir()}
-    files = {"mine", *PARTS, "custom_checkpoint_0.pkl", "random_states_0.pkl"}
+    files = {".dcpx.folder", "mine", *PARTS, "custom_checkpoint_0.pkl", "random_states_0.pkl"}
     assert names == files  # nothing of the second rank is left
     assert not list(tmp_path.glob(".dcpx*"))
 

@@ -155,7 +155,7 @@ def test_plain_checkpoint_keeps_versions_of_modules_and_parameters(tmp_path: Pat
 
 def test_refusals_name_what_is_refused(tmp_path: Path) -> None:
     (found,) = run_case("refused", tmp_path, 1)
-    assert len(found) == 7
+    assert len(found) == 8
     for name, text in found.items():
         assert text.startswith("UnsupportedError"), text
         assert name.split()[-1] in text

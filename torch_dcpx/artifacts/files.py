@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -28,10 +27,11 @@ from torch_dcpx._native import _C
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_place import ObjectPlace
-from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id
+from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id, machine
 
 if TYPE_CHECKING:
     from torch_dcpx.artifacts.sources import Offer
@@ -41,11 +41,6 @@ logger = logging.getLogger("torch_dcpx")
 _SLOT_UNIT = 64 << 10
 _LEAST_SLOT_BYTES = 2 * _SLOT_UNIT  # a RangeJob's
 _ID_DIGITS = 12
-
-
-def _machine() -> str:
-    """Returns an id of this machine, from its last start on."""
-    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def temporary_name(name: str, export_id: str) -> str:
@@ -87,18 +82,19 @@ def _lock(directory: Directory) -> bool:
     Raises: ConcurrentSaveError: another export has it.
     """
     try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
+        missing = flock.take(directory.fd, fcntl.LOCK_EX, is_writable=False)
+    except BlockingIOError as error:
+        raise ConcurrentSaveError(
+            f"export to '{directory.path}': another export writes there; try again when it has "
+            "ended",
+            errno=errno.EBUSY,
+            path=str(directory.path),
+        ) from error
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise ConcurrentSaveError(
-                f"export to '{directory.path}': another export writes there; try again when it has "
-                "ended",
-                errno=errno.EBUSY,
-                path=str(directory.path),
-            ) from error
-        logger.debug("export to '%s' without a lock: %s", directory.path, error)
-        return False
+        missing = error
+    if missing is not None:
+        logger.debug("export to '%s' without a lock: %s", directory.path, missing)
+    return missing is None
 
 
 def check_destination(directory: Path, file_name: str | None) -> None:
@@ -165,7 +161,7 @@ class ArtifactFiles:
     def _set_up(self, stem: str, suffix: str, options: WriteOptions) -> None:
         is_locked = _lock(self.directory)
         self._short_id = uuid.uuid4().hex[:_ID_DIGITS]
-        self.export_id = f"{_machine()}-{self._short_id}"
+        self.export_id = f"{machine()}-{self._short_id}"
         self._has_shards = bool(suffix)  # a torch archive is one file, and replaces one
         self._index_name = f"{stem}{suffix}.index.json"
         self._single_name = f"{stem}{suffix}"
@@ -238,10 +234,7 @@ class ArtifactFiles:
             for name in (*self._made, *shards):
                 self._remove(name)
         self._forget()
-        try:  # closing is not enough: a process that was forked meanwhile shares the lock
-            fcntl.flock(self.directory.fd, fcntl.LOCK_UN)
-        except OSError as error:
-            logger.debug("the lock of an export ends with its descriptor: %s", error)
+        flock.give_back(self.directory.fd)
         self.directory.close()
 
     def _is_renamed(self, temporary: str, *, if_unknown: bool) -> bool:
@@ -302,7 +295,7 @@ class ArtifactFiles:
         """
         if boot_id() == UNKNOWN_BOOT:
             return
-        tail = rf"\.{_machine()}-[0-9a-f]{{{_ID_DIGITS}}}\.tmp"
+        tail = rf"\.{machine()}-[0-9a-f]{{{_ID_DIGITS}}}\.tmp"
         names = re.escape(self._single_name), re.escape(self._index_name), self._shard.pattern
         temporary = re.compile(rf"\.({'|'.join(names)}){tail}")
         try:

@@ -13,53 +13,25 @@ Where a kill leaves kept files of the `.metadata` that is there, `current` names
 from __future__ import annotations
 
 import hashlib
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.options import WriteOptions
-from torch_dcpx.storage.directory import fsync_path, make_directory
+from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.paths import AnyPath
+from torch_dcpx.storage.publish import put as put
+from torch_dcpx.storage.publish import put_from as put_from
 from torch_dcpx.writer.writer import DcpxWriter
 
 # Returns names and contents of the files; called on the coordinator as the ranks plan.
 Files: TypeAlias = Callable[[Path], Mapping[str, bytes]]
-
-
-def put(path: Path, content: bytes) -> None:
-    """Replaces a small file as a whole, durably."""
-    put_from(path, lambda file: file.write(content))
-
-
-def put_from(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """As `put`, with what a function writes. Makes the directory where that is missing."""
-    make_directory(path.parent, is_durable=True)
-    temporary = path.with_name(f".dcpx.{path.name}.tmp")
-    try:
-        _write(temporary, write)
-        _rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _write(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    with path.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _rename(old: Path, new: Path) -> None:
-    old.replace(new)
-    fsync_path(new.parent)
 
 
 def kept(path: Path) -> Path | None:
@@ -91,14 +63,17 @@ class _Beside:
         self._aside = path.with_name(f".dcpx.{path.name}.{uuid.uuid4().hex[:12]}.new")
         self._kept = kept(path)
         self._is_published = False
-        _write(self._aside, lambda file: file.write(content))
+        with Directory(path.parent) as directory:
+            directory.create(self._aside.name, [content], is_durable=True)
 
     def publish(self) -> None:
         """Gives the file its name. REQUIRES: the save's lock is held, the commit is next."""
         if self._kept is not None and self._path.exists() and not self._kept.exists():
             put(self._kept, self._path.read_bytes())
         self._is_published = True
-        _rename(self._aside, self._path)
+        with Directory(self._path.parent) as directory:
+            directory.rename(self._aside.name, self._path.name)
+            directory.sync()
         for path in self._path.parent.glob(f".dcpx.{self._path.name}.*.new"):
             path.unlink(missing_ok=True)  # of a save that was killed
 

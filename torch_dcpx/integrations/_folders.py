@@ -1,28 +1,25 @@
 """Folders of several DCP checkpoints and other files, as one commit: of accelerate and the Trainer.
 
 A save of a folder
-1. makes an empty folder beside its place, `.dcpx.saving.NAME/NAME`, on all ranks (`begin`);
+1. makes an empty folder beside its place, `.dcpx.saving.NAME/ID/NAME`, on all ranks (`begin`);
 2. lets the framework write its files there, and notes each `dcp.save` of it (`noted`);
 3. saves what was noted in the background (`commit`). The commit of the last part comes when the
    others are durable, so that all ranks have written all files. Behind it the coordinator renames
-   the folder to its place: before that it is not there, or the one before is.
+   the folder to its place: before that it is not there, or the one before is. Of that one goes what
+   its record names (`_folder_record`); all else is carried over (`_folder_contents`).
 
 What is killed leaves a folder that nothing takes for a checkpoint; the next save of that name
-removes it.
+removes it, or gives back what is the user's. It leaves it alone where locks do not tell whether
+that save still runs.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import ctypes
-import errno
-import fcntl
 import logging
 import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,24 +30,30 @@ from torch_dcpx._arguments import check_options
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.checkpoint.save import async_save
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, UnsupportedError
+from torch_dcpx.errors import (
+    DcpxError,
+    OptionError,
+    UnsupportedError,
+)
 from torch_dcpx.integrations._dcp_calls import Part, parts_of
+from torch_dcpx.integrations._folder_contents import (
+    Replacement,
+    check_room,
+    remove_folder,
+)
+from torch_dcpx.integrations._folder_place import FolderPlace
+from torch_dcpx.integrations._folder_record import record_of, write_record
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.stored import examine
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.members import exchange_for, told_to_next
-from torch_dcpx.storage.directory import fsync_path, make_directory, storage_errors
-from torch_dcpx.storage.names import LOCK_NAME, METADATA_NAME, PIN_NAME, TRASH_PREFIX
-from torch_dcpx.storage.reader_lock import being_deleted, make_readers_file
+from torch_dcpx.storage.directory import fsync_path, storage_errors
+from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
 
 logger = logging.getLogger("torch_dcpx")
-
-_SAVING_PREFIX = ".dcpx.saving."
-_RENAME_EXCHANGE = 2  # of renameat2
-_AT_FDCWD = -100
 
 
 def is_whole(part: Path) -> bool:
@@ -82,8 +85,8 @@ class FolderSaves:
             if value != getattr(WriteOptions, option):
                 raise UnsupportedError(f"{name}: {option}={value!r} of the write options")
         self._handles: list[SaveHandle] = []
-        self._lock = ExitStack()  # on the coordinator, of the save under way
-        self._folder = Path()
+        self._place: FolderPlace | None = None  # on the coordinator, of the save under way
+        self._folder = self._target = Path()
         self._figures: dict[str, float] = {}
 
     def begin(self, folder: Callable[[], Path], *, may_replace: bool = True) -> Path:
@@ -105,7 +108,8 @@ class FolderSaves:
 
         def local() -> Call:
             self.wait()  # here, so that all ranks raise what only some of them have not read
-            self._lock.close()  # of a save that never came to its commit
+            if self._place is not None:  # of a save that never came to its commit
+                self._place.close()
             return Call(self._name, {"folder": str(folder().absolute())})
 
         def make(calls: list[Call]) -> str:
@@ -115,17 +119,13 @@ class FolderSaves:
             if own.exists() and not may_replace:
                 problem = "it is there already; set the iteration of the next one"
                 raise OptionError(f"save '{own}': {problem}", option="iteration")
-            outer = _outer(own)
-            if outer.exists():
-                with _locked(outer), storage_errors("remove what a killed save has left", outer):
-                    shutil.rmtree(outer)
-            make_directory(outer / own.name, is_durable=self._is_durable)
-            self._lock.enter_context(_locked(outer))
-            return str(own)
+            self._place = FolderPlace(own, is_durable=self._is_durable)
+            return str(self._place.make())
 
         timeout_s = self._options.save_timeout_s
         with exchange_for(None, False, timeout_s, "save", self._call) as exchange:
-            self._folder = Path(exchange.all_reduce("begin", local, make))
+            self._target = Path(exchange.all_reduce("begin", local, make))
+        self._folder = self._target.parents[2] / self._target.name
         return self._target
 
     @contextmanager
@@ -160,6 +160,9 @@ class FolderSaves:
 
         def compare(calls: list[Call]) -> None:
             check_same_call(calls, of="a training")
+            own = [str(part.path.absolute().relative_to(self._target)) for part in parts]
+            with storage_errors("look into", self._folder, is_read=True):
+                check_room(self._folder, self._target, own)
 
         timeout_s = self._options.save_timeout_s
         with exchange_for(None, False, timeout_s, "save", self._call) as exchange:
@@ -206,10 +209,6 @@ class FolderSaves:
         return bool(self._handles) and None not in [handle.report() for handle in self._handles]
 
     @property
-    def _target(self) -> Path:
-        return _outer(self._folder) / self._folder.name
-
-    @property
     def _is_durable(self) -> bool:
         return self._options.durability == "full"
 
@@ -218,27 +217,26 @@ class FolderSaves:
         target, folder = self._target, self._folder
         for part in parts_of(target):
             make_readers_file(part)
-        if self._is_durable:
-            fsync_path(target)
-        with storage_errors("rename", target):
-            if folder.exists():
-                _keep_others(folder, target)
-                _exchange(target, folder)
-            else:
+        record = record_of(target, target.parent.name)
+        write_record(target, record, is_durable=self._is_durable)
+        if os.path.lexists(folder):
+            check_room(folder, target, [])
+            old = Replacement(folder, target, record, is_durable=self._is_durable)
+            old.carry()
+            with storage_errors("rename", target):
+                old.exchange()
+            old.settle()
+        else:
+            with storage_errors("rename", target):
                 target.rename(folder)
-        if self._is_durable:
-            fsync_path(folder.parent)
-        with suppress_and_log(f"remove '{target.parent}'"), storage_errors("remove", target):
-            shutil.rmtree(target.parent)
-        self._lock.close()
+            if self._is_durable:
+                fsync_path(folder.parent)
+        if self._place is not None:
+            self._place.close(is_published=True)
         logger.info("saved '%s'", folder)
-        for old in condemned():
-            with suppress_and_log(f"remove '{old}'"):
-                remove_folder(old)
-
-
-def _outer(folder: Path) -> Path:
-    return folder.parent / f"{_SAVING_PREFIX}{folder.name}"
+        for old_folder in condemned():
+            with suppress_and_log(f"remove '{old_folder}'"):
+                remove_folder(old_folder)
 
 
 class _PartWriter(DcpxWriter):
@@ -259,23 +257,6 @@ class _PartWriter(DcpxWriter):
             self.__publish()
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other jobs from a folder. Raises ConcurrentSaveError: one is there. StorageError."""
-    with storage_errors("open lock in", folder):
-        fd = os.open(folder / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = f"save in '{folder}': another job saves there"
-            raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(folder)) from error
-        yield
-        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile shares the lock
-    finally:
-        os.close(fd)
-
-
 def _sync_files(folder: Path) -> None:
     """Makes durable what the framework wrote. Raises: StorageError."""
     for path in folder.rglob("*"):
@@ -288,51 +269,3 @@ def _sync_files(folder: Path) -> None:
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-
-
-def _keep_others(old: Path, new: Path) -> None:
-    """Links to the new folder what the old one has besides: files of the user."""
-    for path in old.iterdir():
-        if not (new / path.name).exists() and not _is_of_framework(path):
-            if path.is_dir():
-                shutil.copytree(path, new / path.name, symlinks=True, copy_function=os.link)
-            else:
-                os.link(path, new / path.name, follow_symlinks=False)
-
-
-def _is_of_framework(path: Path) -> bool:
-    """Returns whether it is a part, or random states, of a save by more ranks or models."""
-    is_random_states = path.name.startswith(("random_states_", "rng_state_"))
-    return is_random_states or (path / METADATA_NAME).exists()
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Gives each of two directories the name of the other at once. Raises: OSError."""
-    paths = os.fsencode(one), os.fsencode(other)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(one))
-
-
-def remove_folder(folder: Path) -> None:
-    """Removes a folder of checkpoints, all at once for those who look.
-
-    Raises:
-        ConcurrentSaveError: somebody reads a part; nothing was removed.
-        StorageError: it cannot be renamed, or what is left cannot be removed.
-    """
-    parts = parts_of(folder)
-    if any((path / PIN_NAME).exists() for path in (folder, *parts)):
-        raise ConcurrentSaveError(
-            f"remove '{folder}': it is pinned", errno=errno.EBUSY, path=str(folder)
-        )
-    trash = folder.parent / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
-    with ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(being_deleted(part))
-        with storage_errors("remove", folder):
-            folder.rename(trash)
-    with storage_errors("remove", trash):
-        shutil.rmtree(trash)
-    logger.info("removed checkpoint '%s'", folder)

@@ -36,7 +36,8 @@ class DcpxAccelerator(Accelerator):
     """accelerate's `Accelerator`, which saves and loads by torch-dcpx, under FSDP1 and FSDP2.
 
     `state_dict_type` must be SHARDED_STATE_DICT. With `automatic_checkpoint_naming`, `total_limit`
-    counts folders that are whole; what is being read or is pinned stays.
+    counts folders that are whole; what is being read or is pinned stays, and what is not ours: a
+    save, too, removes only what `.dcpx.folder` names in a folder, as it was saved.
     """
 
     def __init__(

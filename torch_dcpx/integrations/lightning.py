@@ -10,6 +10,7 @@ What they write is a sharded checkpoint of Lightning's, which its own strategies
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +22,12 @@ import torch
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import put_from
 from torch_dcpx.integrations._framework import needed
-from torch_dcpx.integrations._lightning_saves import Saves, kept_meta, path_to_load
+from torch_dcpx.integrations._lightning_saves import (
+    Saves,
+    kept_meta,
+    raise_first,
+    refuse_link,
+)
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.staging.stager import DcpxStager
 from torch_dcpx.storage.paths import AnyPath
@@ -35,9 +41,12 @@ with needed(__name__, "lightning>=2.6"):
     )
     from lightning.fabric.strategies.model_parallel import _has_dtensor_modules
     from lightning.pytorch import strategies as pytorch
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
+
+logger = logging.getLogger("torch_dcpx")
 
 
 def _refuse_whole(is_sharded: bool, named: str) -> None:
@@ -90,12 +99,8 @@ class _TrainerStrategy(pytorch.Strategy):
 
     def setup(self, trainer: Any) -> None:
         """As Lightning's. Raises: UnsupportedError: a link to what is not there yet."""
-        for callback in trainer.checkpoint_callbacks:
-            if self._saves.is_async and getattr(callback, "save_last", None) == "link":
-                raise UnsupportedError(
-                    "ModelCheckpoint(save_last='link') links to a checkpoint that is still being "
-                    "saved: use save_last=True, or the strategy with async_save=False"
-                )
+        if self._saves.is_async:
+            refuse_link(trainer.checkpoint_callbacks)
         super().setup(trainer)
 
     def save_checkpoint(
@@ -119,8 +124,7 @@ class _TrainerStrategy(pytorch.Strategy):
 
     def load_checkpoint(self, checkpoint_path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
-        self._saves.wait()
-        path = Path(path_to_load(checkpoint_path))
+        path = Path(self._saves.path_to_load(checkpoint_path))
         found = super().load_checkpoint(path, *args, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         return found if kept is None else kept
@@ -229,8 +233,7 @@ class _FabricStrategy(fabric.Strategy):
 
     def load_checkpoint(self, path: AnyPath, state: Any = None, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
-        self._saves.wait()
-        path = Path(path_to_load(path))
+        path = Path(self._saves.path_to_load(path))
         found = super().load_checkpoint(path, state, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         if kept is None or not isinstance(state, dict):
@@ -294,7 +297,7 @@ class DcpxCheckpointIO(TorchCheckpointIO):
     A save copies tensors and all else of the checkpoint before it returns: what changes afterwards
     does not get into the file. One at a time: the next one waits, and raises what failed. A file
     that is saved again stays as it was until the new one is whole. A removal comes behind the saves
-    of before, and is left out if one has failed.
+    of before, and is left out if one has failed. `ModelCheckpoint(save_last="link")` is refused.
     """
 
     def __init__(self) -> None:
@@ -336,19 +339,39 @@ class DcpxCheckpointIO(TorchCheckpointIO):
         def behind() -> None:
             if all(task.exception() is None for task in before):
                 remove(path)
+            else:
+                logger.warning("'%s' stays: a save or a removal before has failed", str(path))
 
         self._tasks.append(self._thread.submit(behind))
 
     def wait(self) -> None:
-        """Waits for the save and the removals under way. Raises: what failed of them."""
+        """Waits for the save and the removals under way.
+
+        Raises:
+            What failed of the first that did; the others are logged.
+        """
         tasks, self._tasks = self._tasks, []
-        failed = [task for task in tasks if task.exception() is not None]
-        for task in failed[:1]:
-            task.result()
+        raise_first([error for task in tasks if (error := task.exception()) is not None])
 
     def teardown(self) -> None:
         """As `wait`."""
         self.wait()
+
+
+_setup_of_lightning = ModelCheckpoint.setup
+
+
+def _setup(self: ModelCheckpoint, trainer: Any, pl_module: Any, stage: str) -> None:
+    """As Lightning's; refuses a link to a file that a DcpxCheckpointIO is still to write."""
+    plugin = trainer.strategy.checkpoint_io
+    while plugin is not None and stage == "fit":
+        if isinstance(plugin, DcpxCheckpointIO):
+            refuse_link([self])
+        plugin = getattr(plugin, "checkpoint_io", None)  # of one that wraps another
+    _setup_of_lightning(self, trainer, pl_module, stage)
+
+
+ModelCheckpoint.setup = _setup
 
 
 def _dress(staged: Any, checkpoint: Any) -> None:

@@ -40,8 +40,8 @@ class DcpxCallback(TrainerCallback):
 
     `Trainer(..., callbacks=[DcpxCallback()])`. A save that failed ends the training at the next
     one, or at its end. `save_total_limit` counts what is committed; what is being read or is pinned
-    stays. `state.log_history` gets the figures of each save: `save_bytes`, `save_s`,
-    `save_blocked_s`.
+    stays, and what `.dcpx.folder` does not name. `state.log_history` gets the figures of each save:
+    `save_bytes`, `save_s`, `save_blocked_s`.
     """
 
     def __init__(self, write_options: WriteOptions | None = None) -> None:

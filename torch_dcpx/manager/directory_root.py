@@ -31,10 +31,10 @@ from torch_dcpx.storage.names import (
     POINTER_NAME,
     is_of_checkpoint,
     is_pointer_temporary,
-    temporary_name,
 )
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import FileState, Place, PosixPlace
+from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 
 logger = logging.getLogger("torch_dcpx")
@@ -105,8 +105,7 @@ class DirectoryRoot:
             return read_pointer(directory)
 
     def write(self, pointer: Pointer, *, is_alone: bool = True) -> None:
-        """Replaces the pointer: writes it under another name, fsyncs, renames, fsyncs the
-        directory.
+        """Replaces the pointer as a whole.
 
         It makes a missing root. With `is_alone` no other job writes, and it removes the leftovers
         of killed ones. Raises StorageError: the pointer before is still there.
@@ -116,16 +115,8 @@ class DirectoryRoot:
             for name in directory.names() if is_alone else ():
                 if is_pointer_temporary(name):  # of a job that was killed
                     directory.unlink(name)
-            temporary = temporary_name(POINTER_NAME)
-            try:
-                content = [encoded_pointer(pointer)]
-                directory.create(temporary, content, is_durable=self.is_durable)
-                directory.rename(temporary, POINTER_NAME)
-            except BaseException:
-                directory.unlink(temporary)
-                raise
-            if self.is_durable:
-                directory.sync()
+            content = [encoded_pointer(pointer)]
+            publish(directory, POINTER_NAME, content, is_durable=self.is_durable)
 
     # ---- One checkpoint ------------------------------------------------------------------------
 

@@ -19,8 +19,11 @@ READERS_NAME = ".dcpx.readers"  # readers of the checkpoint lock it, and so does
 PIN_NAME = ".dcpx.pin"  # keeps a checkpoint of a manager
 TOMBSTONE_NAME = ".dcpx.deleted"  # what `.metadata` becomes when its checkpoint is deleted
 
+FOLDER_NAME = ".dcpx.folder"  # in an adapter's folder of several checkpoints: what is ours in it
+SAVING_PREFIX = ".dcpx.saving."  # beside such a folder: what the next one is made in
+
 POINTER_NAME = "newest"  # in a manager's root
-TRASH_PREFIX = ".dcpx.trash."  # in a manager's root: directories on their way out
+TRASH_PREFIX = ".dcpx.trash."  # directories on their way out
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
 ARTIFACT_SUFFIXES = (".safetensors", ".index.json", *TORCH_SUFFIXES)  # of an export

@@ -32,11 +32,11 @@ from torch_dcpx.storage.names import (
     Look,
     is_metadata_name,
     rank_lock_name,
-    temporary_name,
 )
 from torch_dcpx.storage.object_claim import SmallObject
 from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.save_lock import SaveLock
 from torch_dcpx.timelines import Timeline
 
@@ -174,20 +174,8 @@ class PosixPlace(Directory):
         lock: Any,
         is_own: Callable[[Any], bool],
     ) -> None:
-        """Commits: writes beside, syncs, renames, syncs the directory.
-
-        Raises StorageError: it could not be written, and what was there is still in place; or the
-        last fsync failed, and a power cut may leave the one or the other.
-        """
-        temporary = temporary_name(name)
-        try:
-            self.create(temporary, pieces, is_durable=is_durable)
-            self.rename(temporary, name)
-        except BaseException:
-            remove_leftover(self, temporary)
-            raise
-        if is_durable:
-            self.sync()
+        """Commits. Raises: as `publish`."""
+        publish(self, name, pieces, is_durable=is_durable)
 
     def write_job(self, options: WriteOptions) -> _C.WriteJob:
         """Returns a job that writes files here."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx.errors import ConcurrentSaveError
+from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import storage_error, storage_errors
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.object_url import is_url
@@ -28,7 +29,6 @@ from torch_dcpx.storage.system_calls import close_read
 logger = logging.getLogger("torch_dcpx")
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 
 
 def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
@@ -96,10 +96,10 @@ def _shared(path: AnyPath | None) -> tuple[int, bool]:
     try:
         if path is not None and not is_url(path):  # a store has no locks
             fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            flock.take(fd, fcntl.LOCK_SH)
     except (OSError, ValueError, TypeError) as error:
         logger.debug("read '%s' without a lock: %s", path, error)
-        return fd, not (fd >= 0 and getattr(error, "errno", None) in _BUSY)
+        return fd, not (fd >= 0 and isinstance(error, BlockingIOError))
     return fd, True
 
 
@@ -121,17 +121,16 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
         raise storage_error("open lock", name, error) from error
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock.take(fd, fcntl.LOCK_EX)
+        except BlockingIOError as error:
+            owner = holders_of(fd) or "unknown: on another machine, or in another container"
+            raise ConcurrentSaveError(
+                f"delete '{path}': somebody reads it ({owner}); try again when the load has ended",
+                errno=errno.EBUSY,
+                path=str(path),
+                owner=owner,
+            ) from error
         except OSError as error:
-            if error.errno in _BUSY:
-                owner = holders_of(fd) or "unknown: on another machine, or in another container"
-                raise ConcurrentSaveError(
-                    f"delete '{path}': somebody reads it ({owner}); try again when the load has "
-                    "ended",
-                    errno=errno.EBUSY,
-                    path=str(path),
-                    owner=owner,
-                ) from error
             logger.debug("delete '%s' without a lock against readers: %s", path, error)
         yield
     finally:
@@ -140,9 +139,6 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
 
 def _unlock(fd: int, path: AnyPath | None) -> None:
     try:
-        # Closing is not enough: a process that was forked meanwhile shares the lock.
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except OSError as error:
-        logger.debug("a reader's lock is given back by closing its file alone: %s", error)
+        flock.give_back(fd)
     finally:
         close_read(fd, os.fsdecode(path or READERS_NAME))

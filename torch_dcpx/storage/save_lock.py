@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import socket
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
 from torch_dcpx.storage.system_calls import close_read, moved
@@ -32,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torch_dcpx")
 
-# EPERM: of a container's filter of system calls.
-_UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 UNKNOWN_BOOT = "unknown"
 _MAX_OTHERS = 16  # machines that are remembered
 _MAX_RECORD_BYTES = 4096
@@ -49,6 +49,11 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return UNKNOWN_BOOT
+
+
+def machine() -> str:
+    """Returns `boot_id` as 8 hex digits, for names of files."""
+    return hashlib.blake2b(boot_id().encode(), digest_size=4).hexdigest()
 
 
 def holders_of(fd: int) -> str:
@@ -185,24 +190,31 @@ class SaveLock:
                     raise self._concurrent()
             kind = fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX
             try:
-                fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
+                missing = flock.take(self._fd, kind, is_writable=self._is_writable)
+            except BlockingIOError as error:
+                raise self._concurrent() from error
             except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise self._concurrent() from error
-                is_nfs = error.errno == errno.EBADF and not self._is_writable
-                if error.errno not in _UNSUPPORTED and not is_nfs:
-                    raise storage_error("lock", self.path, error) from error
+                raise storage_error("lock", self.path, error) from error
+            if missing is not None:
                 if key[0] not in _warned:
                     _warned.add(key[0])
                     logger.warning(
                         "'%s': the file system has no locks (%s); two saves at once would not be "
                         "noticed, and leftovers of failed saves are not removed",
                         self.path,
-                        str(error),
+                        str(missing),
                     )
                 return
             _held.setdefault(key, {})[self._fd] = weakref.ref(self)
             self.is_held = True
+
+    def is_there(self) -> bool:
+        """Whether its file still has its name: its holder may have removed it meanwhile."""
+        try:
+            status = self.path.lstat()
+        except OSError:
+            return False
+        return (status.st_dev, status.st_ino) == self._key
 
     def _take_over_record(self) -> None:
         """Reads the record and writes a new one; a write that fails is no more than a warning."""
@@ -301,14 +313,9 @@ def _release(fd: int, key: _Key, path: Path, pid: int) -> None:
     left open.
     """
     with _guard.held():
-        try:
-            # A process that was forked from C++ may share the lock: closing is not enough. A child
-            # that was forked while it was taken must not take it from its parent.
-            if pid == os.getpid():
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                logger.warning("a lock is given back by closing its file alone: %s", str(error))
+        # A child that was forked while it was taken must not take it from its parent.
+        if pid == os.getpid():
+            flock.give_back(fd)
         holders = _held.get(key, {})
         holders.pop(fd, None)
         if not holders:
