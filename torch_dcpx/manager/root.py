@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._text import counted
+from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import (
     DcpxError,
     NotCommittedError,
@@ -44,6 +44,8 @@ logger = logging.getLogger("torch_dcpx")
 
 _MAX_SHOWN = 8
 _GRACE_S = 3600.0
+_PATIENCE_S = 600.0
+OF_TIMEOUT = 0.8  # of an operation: the other ranks hear of a root that is held before they give up
 
 
 def files_at(
@@ -71,20 +73,27 @@ class ManagerRoot:
     """A root. Not thread-safe but for `committing` and `note_*`."""
 
     def __init__(
-        self, files: DirectoryRoot | StoreRoot, options: ReadOptions | None, given: str = ""
+        self,
+        files: DirectoryRoot | StoreRoot,
+        options: ReadOptions | None,
+        given: str = "",
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Reads nothing yet.
 
         Args:
             options: of readers.
             given: the path in the user's words, for logs. Default: that of `files`.
+            patience_s: seconds that a thread waits for another one's commit or removal.
         """
         self.files = files
         self.path = files.path
         self.given = given or str(files.path)
         self._options = options
-        self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
-        self._guard = threading.RLock()
+        self.patience_s = patience_s
+        self._commits = Guard()  # one at a time: the pointer follows each
+        self._guard = Guard()
+        self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
         self._committing: list[str] = []
         self._next_order = 0
@@ -101,7 +110,7 @@ class ManagerRoot:
         """
         with self.files.open(tag) as place:
             identity = place.identity(METADATA_NAME)
-            with self._guard:
+            with self._own():
                 known = self._known.get(tag)
             if known is not None and known[0] == identity:
                 if looks_at_data:
@@ -109,13 +118,13 @@ class ManagerRoot:
                 return known[1]
             stored, files = examine(place, self._options)
         if identity is not None:
-            with self._guard:
+            with self._own():
                 self._known[tag] = identity, stored, files
         return stored
 
     def note_damaged(self, tag: str) -> None:
         """Notes that bytes of a checkpoint are wrong."""
-        with self._guard:
+        with self._own():
             known = self._known.get(tag)
             if known is not None:  # on the coordinator
                 self._damaged.add(known[1].save_id)
@@ -127,13 +136,13 @@ class ManagerRoot:
         It changes nothing else there: this job may only read, beside one that saves. It logs a
         failure: later jobs see the damage themselves.
         """
-        with self._guard:
+        with self._own():
             try:
                 found = self.files.read() or Pointer()
                 damaged = tuple(sorted(self._damaged))
                 if damaged != found.damaged:
                     pointer = found._replace(damaged=damaged)
-                    self.files.write(pointer, is_alone=False)
+                    self.files.write(pointer)
             except DcpxError as error:
                 logger.warning(
                     "later jobs are not told what is damaged beneath '%s': %s", self.path, error
@@ -142,18 +151,18 @@ class ManagerRoot:
     @property
     def damaged(self) -> frozenset[str]:
         """Ids of the saves that are still there and in which a resume has read wrong bytes."""
-        with self._guard:
+        with self._own():
             return frozenset(self._damaged)
 
     def forget(self, tag: str) -> None:
         """Notes that a checkpoint is gone, or may have changed."""
-        with self._guard:
+        with self._own():
             self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
         stored, skipped = self._whole(self.files.directories())
-        with self._guard:
+        with self._own():
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
@@ -180,7 +189,7 @@ class ManagerRoot:
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = Pointer()
-        with self._guard:
+        with self._own():
             self._damaged.update(pointer.damaged)
             self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
@@ -190,7 +199,7 @@ class ManagerRoot:
         self._warn(skipped)
         stored = found[0] if found else None
         order = max([pointer.order, *(each.order for each in found)])
-        with self._guard:
+        with self._own():
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
@@ -267,7 +276,7 @@ class ManagerRoot:
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
-        with self._guard:
+        with self._own():
             own, found = self._pointer, None
             with suppress(DcpxError):
                 found = own and self.files.read()
@@ -276,24 +285,48 @@ class ManagerRoot:
                 self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
-        with self._guard:
+        with self._own():
             order, self._next_order = self._next_order, self._next_order + 1
         return order
+
+    @contextmanager
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Keeps other jobs from the pointer in the block, as a save does until the manager is
+        closed. Raises: as `hold` of the root's files.
+        """
+        was_held = self.files.lock.is_held
+        self.files.hold(OF_TIMEOUT * timeout_s)
+        try:
+            yield
+        finally:
+            if not was_held:
+                self.files.lock.give_back()
 
     @property
     def newest_tag(self) -> str | None:
         """The tag of the newest checkpoint, as far as this process knows."""
-        with self._guard:
+        with self._own():
             return None if self._pointer is None else self._pointer.tag
+
+    def one_commit(self, doing: str) -> AbstractContextManager[None]:
+        """Keeps other threads from committing in the block. A signal's handler within it may, too.
+
+        Raises ConcurrentSaveError: another thread's commit does not end.
+        """
+        return self._commits.held(self.patience_s, doing, f"a commit beneath '{self.path}'")
+
+    def _own(self) -> AbstractContextManager[None]:
+        """Keeps other threads from what this one notes. Raises: as `one_commit`."""
+        return self._guard.held(self.patience_s, f"use '{self.path}'", "a note of the newest one")
 
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
         """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
-        with self._guard:
+        with self._own():
             self._committing.append(tag)
             self.forget(tag)
         try:
-            with self._guard:
+            with self._own():
                 try:
                     self._write()
                 except OutcomeUnknownError as error:  # of the pointer: nothing is committed yet
@@ -301,7 +334,7 @@ class ManagerRoot:
                     raise StorageError(str(error), errno=errno.EIO, path=path) from error
             yield
         finally:
-            with self._guard:
+            with self._own():
                 self._committing.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
@@ -309,7 +342,7 @@ class ManagerRoot:
 
         It logs a failure: the pointer before still leads to the checkpoint.
         """
-        with self._guard:
+        with self._own():
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
             self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
@@ -319,7 +352,7 @@ class ManagerRoot:
 
         It logs a failure: a pointer to a checkpoint that is gone costs a listing.
         """
-        with self._guard:
+        with self._own():
             if self._pointer is None or self._pointer.tag != tag:
                 return  # another was committed meanwhile
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
@@ -332,10 +365,13 @@ class ManagerRoot:
             logger.warning(text, tag, error)
 
     def _write(self, ended: str = "") -> None:
-        committing = tuple(tag for tag in self._committing if tag != ended)
-        damaged = tuple(sorted(self._damaged))
-        pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
-        self.files.write(pointer)
+        number = None
+        while number != self._writes:  # a signal's handler may have written a later one meanwhile
+            number = self._writes = self._writes + 1
+            committing = tuple(tag for tag in self._committing if tag != ended)
+            damaged = tuple(sorted(self._damaged))
+            pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
+            self.files.write(pointer)
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:
