@@ -67,7 +67,7 @@ class CheckpointManager:
         """Keeps the rules. It reads and writes nothing before the first call.
 
         Args:
-            root: their directory, made by the first save, or the URL of a prefix; for one job.
+            root: their directory, made by the first save, or a prefix's URL; for one job at a time.
             keep_last: keeps that many of the last commits. Default None.
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All

@@ -36,6 +36,7 @@ _guard = Guard()  # of what follows; never held while a file or a store is asked
 _held: dict[object, _Held] = {}  # by the roots' keys
 _over: list[_Held] = []  # given back, and not told so yet: the thread does it
 _tokens: set[str] = set()  # of this process: held, or about to be
+_taking: set[tuple[object, int]] = set()  # roots, and the threads that wait for them
 _renewer: tuple[threading.Thread, threading.Event] | None = None
 
 
@@ -126,13 +127,21 @@ class RootLock:
         record = self._opened()
         if self.is_held and self._held is not None and self._held.record.key != record.key:
             self.give_back()  # the directory was removed, and made anew
-        watch: _Watch | None = None
-        while not self._shares(record.key):
-            watch = watch or _Watch(record, Deadline(min(timeout_s, _LIMIT_S)))
-            seen = watch.free()
-            if seen is not None:
-                self._take(record, seen)
-        return watch is not None
+        if self._shares(record.key):
+            return False
+        taker = record.key, threading.get_ident()
+        if taker in _taking:
+            raise _interrupted(self.path)
+        _taking.add(taker)
+        try:
+            watch = _Watch(record, Deadline(min(timeout_s, _LIMIT_S)))
+            while not self._shares(record.key):
+                seen = watch.free()
+                if seen is not None:
+                    self._take(record, seen)
+        finally:
+            _taking.discard(taker)
+        return True
 
     def _shares(self, key: object) -> bool:
         """Takes a share in what this process holds. Returns False where it holds nothing."""
@@ -195,6 +204,15 @@ class RootLock:
         """
         _give_back(id(self))
         self._held = None
+
+
+def _interrupted(path: Location) -> ConcurrentSaveError:
+    return ConcurrentSaveError(
+        f"save beneath '{path}': the call that this signal's handler has interrupted waits for the "
+        "root: save when that call has returned",
+        errno=errno.EBUSY,
+        path=str(path),
+    )
 
 
 def _give_back(share: int, *, is_collected: bool = False) -> None:
@@ -346,6 +364,7 @@ def _forget_parents_locks() -> None:
         held.record.close()  # closing alone leaves the flock to the parent
     _held.clear()
     _over.clear()
+    _taking.clear()
     _tokens.clear()
 
 
