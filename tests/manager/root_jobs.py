@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,22 @@ class Job:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def alarm() -> Iterator[None]:
+    """Raises in the block, whatever it waits for, when it takes too long."""
+
+    def ring(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds(60))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def manager_of(root: Path, **more: Any) -> CheckpointManager:

@@ -4,17 +4,16 @@ for itself, and what each call has returned for is whole."""
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
 
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxError, WriteOptions
@@ -26,12 +25,6 @@ WATCHED = (
     *(f"manager/{name}.py" for name in _MANAGERS),
     *("storage/root_lock.py", "storage/root_record.py"),
 )
-    *tuple(
-        f"manager/{name}.py" for name in ("root", "retention", "save", "removal", "directory_root")
-    ),
-    "storage/root_lock.py",
-    "storage/root_record.py",
-)
 
 
 def manager_of(root: Path, **more: Any) -> CheckpointManager:
@@ -40,22 +33,6 @@ def manager_of(root: Path, **more: Any) -> CheckpointManager:
 
 def save(manager: CheckpointManager, tag: int | str, value: float) -> None:
     manager.save(tag, step=int(value), state={"x": torch.full((8,), value)})
-
-
-@contextmanager
-def alarm() -> Iterator[None]:
-    """Raises in the block, whatever it waits for, when it takes too long."""
-
-    def ring(*_: object) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds(60))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def run_with_calls(work: Callable[[], None], at: int, call: Callable[[], None]) -> bool:

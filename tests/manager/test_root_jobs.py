@@ -20,6 +20,7 @@ from torch_dcpx import CheckpointManager, ConcurrentSaveError
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name
+from torch_dcpx.storage.root_record import FileRecord
 
 
 @pytest.fixture
@@ -129,10 +130,14 @@ def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[
 def test_child_neither_holds_nor_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1)
+    held = manager._root.files.lock._held
+    assert held is not None
+    assert isinstance(held.record, FileRecord)
     child = os.fork()
     if child == 0:
         code = 1
         try:
+            assert held.record._fd < 0  # else it would outlive the parent's process by its flock
             save(manager_of(tmp_path), 2)
         except ConcurrentSaveError as error:
             code = 0 if f"pid={os.getppid()} " in str(error) else 2
