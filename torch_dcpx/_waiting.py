@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+from torch_dcpx.errors import ConcurrentSaveError
+
+_MAX_S = threading.TIMEOUT_MAX
 
 
 class Clock(Protocol):
@@ -64,15 +70,35 @@ class Guard:
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()  # Any: what asks for its owner has no stub
 
+    @property
+    def is_own(self) -> bool:
+        """Whether this thread holds it: it is in the block, or in a signal's handler within it."""
+        return bool(self._lock._is_owned())
+
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(
+        self, timeout_s: float = math.inf, doing: str = "", behind: str = ""
+    ) -> Iterator[None]:
         """Holds it in the block. Where the block does not reach its end, the generator goes with
         the frame's stack, which releases the lock as well.
+
+        Args:
+            timeout_s: seconds to wait for another thread. Default: as long as it takes, where that
+                waits for nothing itself.
+            doing, behind: who waits, and for what, for the error.
+
+        Raises ConcurrentSaveError: another thread has held it for so long.
         """
-        was_held = self._lock._is_owned()
+        was_held = self.is_own
         try:
+            if not was_held and not self._lock.acquire(timeout=min(timeout_s, _MAX_S)):
+                raise ConcurrentSaveError(
+                    f"{doing}: {behind} has not ended within {timeout_s:g} s; it is in another "
+                    "thread of this process: wait for it, and try again",
+                    errno=errno.ETIMEDOUT,
+                )
             with self._lock:
                 yield
         finally:
-            while not was_held and self._lock._is_owned():
+            while not was_held and self.is_own:
                 self._lock.release()

@@ -183,9 +183,10 @@ class NotCommittedError(StorageError, FileNotFoundError):
 
 
 class ConcurrentSaveError(StorageError):
-    """Another save is writing this checkpoint, or somebody reads what is to be deleted.
+    """Another save is writing this checkpoint, or another job's manager saves beneath the root, or
+    somebody reads what is to be deleted.
 
-    `owner` is host and pid of the lock's holder, and a save's boot id.
+    `owner` is host and pid of the lock's holder, and a save's boot id, or since when a job saves.
     """
 
     owner: str | None

@@ -38,8 +38,9 @@ def snapshot(*directories: Path) -> dict[str, bytes | str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    save_steps(manager_of(tmp_path / "root"), 300)
-    save_steps(manager_of(tmp_path / "elsewhere"), 7)
+    for name, step in (("root", 300), ("elsewhere", 7)):
+        with manager_of(tmp_path / name) as manager:
+            save_steps(manager, step)
     for name, target in (
         ("latest", "step-300"),
         ("best", "../elsewhere/step-7"),

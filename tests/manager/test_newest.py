@@ -276,7 +276,7 @@ def test_pointer_that_is_a_directory_fails_no_resume_but_the_save(tmp_path: Path
 def test_pieces_of_the_pointer_go(tmp_path: Path) -> None:
     (tmp_path / "newest.0123456789ab.tmp").write_text("torn")
     save_steps(manager_of(tmp_path), 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".dcpx.root.1", "newest", "step-1"]
 
 
 def test_same_call_is_compared() -> None:

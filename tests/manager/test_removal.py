@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -175,18 +176,13 @@ def test_save_waits_for_the_removal_of_what_lay_there(
     asked = threading.Event()
     failed: list[BaseException] = []
 
-    class Guard:
+    one_run = manager._retention._one_run
+
+    def told(doing: str) -> AbstractContextManager[None]:
         """Tells who comes to wait for the run under way."""
-
-        inner = manager._retention._run_guard
-
-        def __enter__(self) -> None:
-            if threading.current_thread() is again:
-                asked.set()
-            self.inner.acquire()
-
-        def __exit__(self, *exception: object) -> None:
-            self.inner.release()
+        if threading.current_thread() is again:
+            asked.set()
+        return one_run(doing)
 
     def save_again() -> None:
         try:
@@ -205,7 +201,7 @@ def test_save_waits_for_the_removal_of_what_lay_there(
             assert asked.wait(seconds(60))
         return empty(*args)
 
-    monkeypatch.setattr(manager._retention, "_run_guard", Guard())
+    monkeypatch.setattr(manager._retention, "_one_run", told)
     monkeypatch.setattr(removal, "_empty", emptied)
     manager.save("b", step=2, user_content=0)
     manager._retention.wait()

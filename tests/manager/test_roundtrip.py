@@ -225,7 +225,7 @@ def test_exception_of_the_block_outlives_any_error_of_the_end(
 ) -> None:
     manager = manager_of(tmp_path)
 
-    def fail() -> None:
+    def fail(*_: Any) -> None:
         raise ValueError("of a handler of the user's")
 
     monkeypatch.setattr(manager._retention, "wait", fail)

@@ -14,6 +14,7 @@ from object_managers import manager_of, resumed, save_steps
 from object_outcomes import Store, objects_at, retries
 
 from torch_dcpx.metadata.file import decode_file_names
+from torch_dcpx.storage.names import ROOT_LOCK_NAME
 from torch_dcpx.storage.object_store import Bucket
 
 HOUR = 3600.0
@@ -35,8 +36,10 @@ class Root(Store):
     """A root on a server, and the proxy before it."""
 
     def objects(self) -> dict[str, bytes]:
-        """Returns name -> bytes of all objects."""
-        return objects_at(self.server, self.url)
+        """Returns name -> bytes of all objects but the lock, which stays."""
+        found = objects_at(self.server, self.url)
+        found.pop(ROOT_LOCK_NAME, None)
+        return found
 
     def names(self) -> set[str]:
         return set(self.objects())

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from torch_dcpx.storage import root_lock
+
 if TYPE_CHECKING:
     from support.object_proxy import FaultProxy
     from support.object_server import ObjectServer
@@ -103,8 +105,12 @@ def object_server(request: pytest.FixtureRequest) -> ObjectServer:
 def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
     enter(monkeypatch, object_server.environment())
+    # A test counts its requests: none are a thread's.
+    for name in ("_RENEW_S", "_GONE_S"):
+        monkeypatch.setattr(root_lock, name, 1e6)
     prefix = f"{object_server.root}/{secrets.token_hex(8)}"
     yield prefix
+    root_lock._held.clear()  # of managers that the test has not closed: their store goes
     object_server.remove(prefix)
 
 

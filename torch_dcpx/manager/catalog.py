@@ -136,7 +136,8 @@ class CheckpointCatalog:
 
     def pin(self, name: str) -> None:
         self.root.files.is_there(name, "pin")
-        with self.root.commit_guard:  # a save looks for pins, and commits, in one go
+        # A save looks for pins, and commits, in one go.
+        with self.root.one_commit(f"pin '{self.root.path / name}'"):
             self.root.examined(name)
             self.root.files.pin(name)
 
@@ -153,6 +154,15 @@ class CheckpointCatalog:
             problem = f"delete '{path}': a save to it is under way; wait for it"
             raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
         newest, _ = root.newest()  # anew: other jobs may have changed the root
+        if newest is not None and newest.tag == name:  # the pointer changes as well
+            with root.held(self.read_options.load_timeout_s):
+                self._delete(name)
+        else:
+            self._delete(name)
+
+    def _delete(self, name: str) -> None:
+        root, path = self.root, self.root.path / name
+        newest, _ = root.newest()
         stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]

@@ -36,6 +36,8 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import FileState, Place, PosixPlace
 from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
+from torch_dcpx.storage.root_lock import RootLock
+from torch_dcpx.storage.root_record import FileRecord
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -43,7 +45,7 @@ _LOST_AND_FOUND = "lost+found"
 
 
 class DirectoryRoot:
-    """A root directory. Holds nothing open."""
+    """A root directory. Holds nothing open but the lock of its saves."""
 
     has_locks: ClassVar[bool] = True  # of readers, which keep what they read from removal
 
@@ -51,6 +53,11 @@ class DirectoryRoot:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""
         self.path = path
         self.is_durable = is_durable
+        self.lock = RootLock(path, self._record)
+
+    def _record(self) -> FileRecord:
+        make_directory(self.path, is_durable=self.is_durable)
+        return FileRecord(self.path)
 
     # ---- The root ------------------------------------------------------------------------------
 
@@ -104,17 +111,23 @@ class DirectoryRoot:
         with directory:
             return read_pointer(directory)
 
-    def write(self, pointer: Pointer, *, is_alone: bool = True) -> None:
+    def hold(self, timeout_s: float) -> None:
+        """Takes the lock of the root, and removes what killed jobs have left of their pointers.
+
+        Raises: as `RootLock.take`.
+        """
+        if self.lock.take(timeout_s):
+            with Directory(self.path) as directory:
+                for name in filter(is_pointer_temporary, directory.names()):
+                    directory.unlink(name)
+
+    def write(self, pointer: Pointer) -> None:
         """Replaces the pointer as a whole.
 
-        It makes a missing root. With `is_alone` no other job writes, and it removes the leftovers
-        of killed ones. Raises StorageError: the pointer before is still there.
+        It makes a missing root. Raises StorageError: the pointer before is still there.
         """
         make_directory(self.path, is_durable=self.is_durable)
         with Directory(self.path) as directory:
-            for name in directory.names() if is_alone else ():
-                if is_pointer_temporary(name):  # of a job that was killed
-                    directory.unlink(name)
             content = [encoded_pointer(pointer)]
             publish(directory, POINTER_NAME, content, is_durable=self.is_durable)
 

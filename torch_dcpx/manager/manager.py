@@ -67,7 +67,7 @@ class CheckpointManager:
         """Keeps the rules. It reads and writes nothing before the first call.
 
         Args:
-            root: their directory, made by the first save, or the URL of a prefix; for one job.
+            root: their directory, made by the first save, or a prefix's URL; for one job at a time.
             keep_last: keeps that many of the last commits. Default None.
             keep_every: keeps checkpoints whose step is a multiple of this. Default None.
             keep_best: (metric, "min" or "max", how many) by `save(metrics=)`. Default None. All
@@ -97,7 +97,7 @@ class CheckpointManager:
         read_options = read_options or ReadOptions(endpoint=options.endpoint)
         files = files_at(root, options, read_options, grace_s)
         self.root: Location = files.path
-        self._root = ManagerRoot(files, read_options, os.fsdecode(root))
+        self._root = ManagerRoot(files, read_options, os.fsdecode(root), options.save_timeout_s)
         self._retention = Retention(self._root, self._rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
@@ -372,14 +372,14 @@ class CheckpointManager:
         self._saves.wait(timeout_s)
 
     def close(self) -> None:
-        """Calls `wait`, and puts signals' handlers back; safe to call twice."""
+        """Calls `wait`, puts signals' handlers back, frees the root; safe to call twice."""
         if not self._catalog.close():
             return  # the parent's
         try:
             while self._watches:
                 self._watches.pop().close()
         finally:
-            self.wait()
+            self._saves.close()
 
     def __repr__(self) -> str:
         rules = {f"keep_{name}": value for name, value in self._rules._asdict().items()}

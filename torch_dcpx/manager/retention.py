@@ -8,21 +8,24 @@ stays, and one with readers until the next removal. Where readers go on, a WARNI
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._integers import plain_int
-from torch_dcpx._waiting import Deadline
+from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
 from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored
+from torch_dcpx.storage import root_lock
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -99,35 +102,38 @@ class Retention:
     def __init__(self, root: ManagerRoot, rules: KeepRules) -> None:
         self._root = root
         self._rules = rules
-        self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
         self._has_run = False
         self._has_warned = False  # of a metric that a save lacks
         self._is_ending = False
         root.is_busy = lambda tag: tag in self.busy
         _all.add(self)
-        self._run_guard = threading.Lock()  # held by the run that is under way
-        self._saves: Counter[str] = Counter()  # under way, by tag
+        self._run_guard = Guard()  # held by the run that is under way
+        self._going: frozenset[str] = frozenset()  # tags that it removes
+        # Tags of saves under way. No lock: a signal's handler may save at any line, and each change
+        # is one step of the interpreter.
+        self._saves: list[str] = []
         self._deferrals: dict[str, int] = {}  # removals in a row, by save; the run's own
 
     @property
     def busy(self) -> frozenset[str]:
         """Tags that are being saved to."""
-        with self._guard:
-            return frozenset(self._saves)
+        return frozenset(self._saves)
 
     def reserve(self, tag: str) -> None:
         """Keeps a tag from removal until `free`, once for each save that begins there.
 
-        It waits for a run that may be removing the checkpoint there. Raises UnsupportedError: a
-        link or a pinned checkpoint lies there; nothing is reserved.
+        It waits for a run that may be removing the checkpoint there.
+
+        Raises, and reserves nothing:
+            UnsupportedError: a link or a pinned checkpoint lies there.
+            ConcurrentSaveError: the run does not end, or this is a signal's handler within it.
         """
-        with self._guard:
-            self._saves[tag] += 1
+        self._saves.append(tag)
         try:
             if self._root.files.is_there(tag, "save"):
-                with self._run_guard:
-                    pass
+                with self._one_run(f"save '{self._root.path / tag}'"):
+                    self._refuse_going(tag)
                 self.refuse_pinned(tag, "save")
         except BaseException:
             self.free(tag)
@@ -150,28 +156,49 @@ class Retention:
 
     def free(self, tag: str) -> None:
         """Ends one `reserve` of a tag: its save has ended, well or not."""
-        with self._guard:
-            self._saves[tag] -= 1
-            if self._saves[tag] <= 0:  # this rank may have reserved none
-                del self._saves[tag]
+        with suppress(ValueError):  # this rank may have reserved none
+            self._saves.remove(tag)
+
+    def _refuse_going(self, tag: str) -> None:
+        """Raises ConcurrentSaveError in a signal's handler that has interrupted a removal there."""
+        if tag in self._going:
+            path = self._root.path / tag
+            raise ConcurrentSaveError(
+                f"save '{path}': the call that this signal's handler has interrupted removes what "
+                "lies there: save under another name, or when that call has returned",
+                errno=errno.EBUSY,
+                path=str(path),
+            )
+
+    def _one_run(self, doing: str) -> AbstractContextManager[None]:
+        """Keeps other threads from a run in the block. Raises ConcurrentSaveError: one does not
+        end.
+        """
+        behind = f"a removal of old checkpoints beneath '{self._root.path}'"
+        return self._run_guard.held(self._root.patience_s, doing, behind)
 
     def start(self) -> None:
         """Begins a run when the one under way has ended."""
-        self.wait()
         thread = threading.Thread(target=self.run, name="dcpx-retention", daemon=True)
-        with self._guard:  # so that `wait` joins no thread that has not started
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError as error:
-                logger.warning("no thread to remove old checkpoints: %s", error)
+        try:
+            self.wait(self._root.patience_s)
+            thread.start()
+            self._thread = thread  # once it has started: `wait` joins it
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("no thread to remove old checkpoints: %s", error)
 
-    def wait(self) -> None:
-        """Waits for the run that is under way."""
-        with self._guard:
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for the run that is under way, but for one that this thread itself is in.
+
+        Raises TimeoutError: it has not ended after `timeout_s`; None waits as long as it takes.
+        """
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or self._run_guard.is_own:
+            return
+        thread.join(None if timeout_s is None or math.isinf(timeout_s) else timeout_s)
+        if thread.is_alive():
+            problem = f"old checkpoints beneath '{self._root.path}' are still being removed"
+            raise TimeoutError(f"after {timeout_s} s {problem}")
 
     def end(self, deadline: Deadline) -> None:
         """Waits, as the interpreter ends, for the run; at the deadline the run stops early."""
@@ -188,8 +215,15 @@ class Retention:
                 )
 
     def catch_up(self) -> None:
-        """Waits; before this process' first commit, it also runs: an earlier job may not have."""
-        self.wait()
+        """Waits; before this process' first commit, it also runs: an earlier job may not have.
+
+        Raises ConcurrentSaveError: the run under way does not end.
+        """
+        try:
+            self.wait(self._root.patience_s)
+        except TimeoutError as error:
+            text = f"save beneath '{self._root.path}': {error}"
+            raise ConcurrentSaveError(text, errno=errno.ETIMEDOUT) from error
         if not self._has_run:
             self.run()
 
@@ -198,7 +232,8 @@ class Retention:
         self._has_run = True
         root = self._root
         try:
-            with self._run_guard, suppress_and_log(f"remove old checkpoints beneath '{root.path}'"):
+            doing = f"remove old checkpoints beneath '{root.path}'"
+            with suppress_and_log(doing), self._one_run(doing):
                 root.files.tidy(lambda: self.busy, leftovers=not self._rules.keep_all)
                 if not self._rules.keep_all:
                     self._remove_condemned()
@@ -221,10 +256,14 @@ class Retention:
         except DcpxError as error:
             logger.warning("old checkpoints stay: the newest one is not whole: %s", error)
             return
-        for each in condemned:
-            if each.tag not in self.busy and not self._is_ending:
-                with suppress_and_log(f"remove '{each.path}'"):
-                    self._remove(each)
+        self._going = frozenset(saved.tag for saved in condemned)
+        try:
+            for each in condemned:
+                if each.tag not in self.busy and not self._is_ending:
+                    with suppress_and_log(f"remove '{each.path}'"):
+                        self._remove(each)
+        finally:
+            self._going = frozenset()
 
     def _remove(self, stored: Stored) -> None:
         """Removes a checkpoint. Raises: as `remove_checkpoint`. Many deferrals are a WARNING."""
@@ -258,6 +297,8 @@ def _end_all(deadline: Deadline) -> None:
     # A thread that is in C++ as the interpreter goes away ends the process by an abort.
     for retention in list(_all):
         retention.end(deadline)
+    # A save that goes on at its deadline still holds its root.
+    root_lock.end_all(deadline, gives_back=not pending_saves.count())
 
 
 pending_saves.call_behind(_end_all)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
+from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import (
     DcpxError,
     OutcomeUnknownError,
@@ -39,6 +39,8 @@ from torch_dcpx.storage.paths import AnyPath, checked_location
 logger = logging.getLogger("torch_dcpx")
 
 _GRACE_S = 3600.0
+_PATIENCE_S = 600.0
+OF_TIMEOUT = 0.8  # of an operation: the other ranks hear of a root that is held before they give up
 
 
 def files_at(
@@ -66,20 +68,27 @@ class ManagerRoot:
     """A root. Not thread-safe but for `committing` and `note_*`."""
 
     def __init__(
-        self, files: DirectoryRoot | StoreRoot, options: ReadOptions | None, given: str = ""
+        self,
+        files: DirectoryRoot | StoreRoot,
+        options: ReadOptions | None,
+        given: str = "",
+        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Reads nothing yet.
 
         Args:
             options: of readers.
             given: the path in the user's words, for logs. Default: that of `files`.
+            patience_s: seconds that a thread waits for another one's commit or removal.
         """
         self.files = files
         self.path = files.path
         self.given = given or str(files.path)
         self._options = options
-        self.commit_guard = threading.Lock()  # one commit at a time: the pointer follows each
-        self._guard = threading.RLock()
+        self.patience_s = patience_s
+        self._commits = Guard()  # one at a time: the pointer follows each
+        self._guard = Guard()
+        self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
         self._run: str | None = None  # as the pointer names it; None: not read yet
         self._committing: list[str] = []
@@ -97,7 +106,7 @@ class ManagerRoot:
         """
         with self.files.open(tag) as place:
             identity = place.identity(METADATA_NAME)
-            with self._guard:
+            with self._own():
                 known = self._known.get(tag)
             if known is not None and known[0] == identity:
                 if looks_at_data:
@@ -105,13 +114,13 @@ class ManagerRoot:
                 return known[1]
             stored, files = examine(place, self._options)
         if identity is not None:
-            with self._guard:
+            with self._own():
                 self._known[tag] = identity, stored, files
         return stored
 
     def note_damaged(self, tag: str) -> None:
         """Notes that bytes of a checkpoint are wrong: of a copy, none that lies in its place."""
-        with self._guard:
+        with self._own():
             known = self._known.get(tag)
             if known is not None and not self._has_original(known[1]):  # on the coordinator
                 self._damaged.add(known[1].save_id)
@@ -130,13 +139,13 @@ class ManagerRoot:
         It changes nothing else there: this job may only read, beside one that saves. It logs a
         failure: later jobs see the damage themselves.
         """
-        with self._guard:
+        with self._own():
             try:
                 found = self.files.read() or Pointer()
                 damaged = tuple(sorted(self._damaged))
                 if damaged != found.damaged:
                     pointer = found._replace(damaged=damaged)
-                    self.files.write(pointer, is_alone=False)
+                    self.files.write(pointer)
             except DcpxError as error:
                 logger.warning(
                     "later jobs are not told what is damaged beneath '%s': %s", self.path, error
@@ -145,12 +154,12 @@ class ManagerRoot:
     @property
     def damaged(self) -> frozenset[str]:
         """Ids of the saves that are still there and in which a resume has read wrong bytes."""
-        with self._guard:
+        with self._own():
             return frozenset(self._damaged)
 
     def forget(self, tag: str) -> None:
         """Notes that a checkpoint is gone, or may have changed."""
-        with self._guard:
+        with self._own():
             self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], Skipped]:
@@ -158,7 +167,7 @@ class ManagerRoot:
         if self._run is None:
             self._read()
         stored, skipped = self._whole(self.files.directories())
-        with self._guard:
+        with self._own():
             self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
@@ -179,7 +188,7 @@ class ManagerRoot:
         """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
         pointer = self._read()
-        with self._guard:
+        with self._own():
             self._damaged.update(pointer.damaged)
             self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
@@ -189,7 +198,7 @@ class ManagerRoot:
         self._warn(skipped)
         stored = found[0] if found else None
         order = max([pointer.order, *(each.order for each in found)])
-        with self._guard:
+        with self._own():
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 self._pointer = _pointer_to(stored, order)
@@ -221,7 +230,7 @@ class ManagerRoot:
 
         Where the pointer led to it, it examines only those that are not older by their names.
         """
-        with self._guard:
+        with self._own():
             known = {tag: row[1] for tag, row in self._known.items()}
         names = [name for name in self.files.directories() if name not in known]
         for name in to_ask(names, chosen):
@@ -274,7 +283,7 @@ class ManagerRoot:
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
-        with self._guard:
+        with self._own():
             own, found = self._pointer, None
             with suppress(DcpxError):
                 found = own and self.files.read()
@@ -283,24 +292,48 @@ class ManagerRoot:
                 self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
-        with self._guard:
+        with self._own():
             order, self._next_order = self._next_order, self._next_order + 1
         return order
+
+    @contextmanager
+    def held(self, timeout_s: float) -> Iterator[None]:
+        """Keeps other jobs from the pointer in the block, as a save does until the manager is
+        closed. Raises: as `hold` of the root's files.
+        """
+        was_held = self.files.lock.is_held
+        self.files.hold(OF_TIMEOUT * timeout_s)
+        try:
+            yield
+        finally:
+            if not was_held:
+                self.files.lock.give_back()
 
     @property
     def newest_tag(self) -> str | None:
         """The tag of the newest checkpoint, as far as this process knows."""
-        with self._guard:
+        with self._own():
             return None if self._pointer is None else self._pointer.tag
+
+    def one_commit(self, doing: str) -> AbstractContextManager[None]:
+        """Keeps other threads from committing in the block. A signal's handler within it may, too.
+
+        Raises ConcurrentSaveError: another thread's commit does not end.
+        """
+        return self._commits.held(self.patience_s, doing, f"a commit beneath '{self.path}'")
+
+    def _own(self) -> AbstractContextManager[None]:
+        """Keeps other threads from what this one notes. Raises: as `one_commit`."""
+        return self._guard.held(self.patience_s, f"use '{self.path}'", "a note of the newest one")
 
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
         """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
-        with self._guard:
+        with self._own():
             self._committing.append(tag)
             self.forget(tag)
         try:
-            with self._guard:
+            with self._own():
                 try:
                     self._write()
                 except OutcomeUnknownError as error:  # of the pointer: nothing is committed yet
@@ -308,7 +341,7 @@ class ManagerRoot:
                     raise StorageError(str(error), errno=errno.EIO, path=path) from error
             yield
         finally:
-            with self._guard:
+            with self._own():
                 self._committing.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
@@ -316,7 +349,7 @@ class ManagerRoot:
 
         It logs a failure: the pointer before still leads to the checkpoint.
         """
-        with self._guard:
+        with self._own():
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
             self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
@@ -326,7 +359,7 @@ class ManagerRoot:
 
         It logs a failure: a pointer to a checkpoint that is gone costs a listing.
         """
-        with self._guard:
+        with self._own():
             if self._pointer is None or self._pointer.tag != tag:
                 return  # another was committed meanwhile
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
@@ -339,10 +372,13 @@ class ManagerRoot:
             logger.warning(text, tag, error)
 
     def _write(self, ended: str = "") -> None:
-        committing = tuple(tag for tag in self._committing if tag != ended)
-        damaged = tuple(sorted(self._damaged))
-        pointer = self._pointer or Pointer()
-        self.files.write(pointer._replace(committing=committing, damaged=damaged, run=self.run))
+        number = None
+        while number != self._writes:  # a signal's handler may have written a later one meanwhile
+            number = self._writes = self._writes + 1
+            committing = tuple(tag for tag in self._committing if tag != ended)
+            damaged = tuple(sorted(self._damaged))
+            pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
+            self.files.write(pointer._replace(run=self.run))
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:

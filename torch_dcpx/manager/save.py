@@ -32,6 +32,7 @@ from torch_dcpx.events import Operation, begun
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
+from torch_dcpx.manager.root import OF_TIMEOUT
 from torch_dcpx.manager.state import Parts, Small
 from torch_dcpx.manager.stored import Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
@@ -133,6 +134,7 @@ class Saves:
                 retention.reserve(tag)
                 undo.callback(retention.free, tag)
                 retention.look_at_metrics(tag, calls[0].note[0])
+                catalog.root.files.hold(OF_TIMEOUT * catalog.options.save_timeout_s)
                 record = parts.record(calls, catalog.root.take_order())
                 return record._replace(run=catalog.root.run)
 
@@ -178,11 +180,9 @@ class Saves:
 
     def _forget_ended(self) -> None:
         """Forgets saves that ended well, or whose error the caller has."""
-        self._handles = [
-            handle
-            for handle in self._handles
-            if not handle.done() or handle.durable.has_uncollected_error
-        ]
+        for handle in list(self._handles):  # a signal's handler may add one meanwhile
+            if handle.done() and not handle.durable.has_uncollected_error:
+                self._handles.remove(handle)
 
     def wait(self, timeout_s: float | None) -> None:
         failed: list[BaseException] = []
@@ -197,11 +197,22 @@ class Saves:
             wait_for_callbacks(Deadline(math.inf if timeout_s is None else timeout_s))
         except TimeoutError as error:
             failed.append(error)
-        self.catalog.retention.wait()
+        try:
+            self.catalog.retention.wait(timeout_s)
+        except TimeoutError as error:
+            failed.append(error)
         for other in failed[1:]:
             logger.error("another save beneath '%s' failed: %s", self.catalog.root.path, other)
         if failed:
             raise failed[0]
+
+    def close(self) -> None:
+        """Waits, and gives the root back. Raises: as `wait`."""
+        try:
+            self.wait(None)
+        finally:
+            if all(handle.done() for handle in self._handles):  # else an interrupt has ended it
+                self.catalog.root.files.lock.give_back()
 
 
 class _ManagedWriter(DcpxWriter):
@@ -231,13 +242,15 @@ class _ManagedWriter(DcpxWriter):
         """Commits, and points to the checkpoint. Raises: as `DcpxWriter` and `committing`."""
         root, retention = self.__catalog.root, self.__catalog.retention
         record, tag = self.__record, self.__record.tag
-        with root.commit_guard:
+        with root.one_commit(f"save '{root.path / tag}'"):
+            root.files.lock.check()  # before this removes anything, and before it commits
             retention.catch_up()
             files = [file for own in results for file in getattr(own, "files", ())]
             sizes = {file.path: file.nbytes for file in files}
             with root.committing(tag):
                 retention.refuse_pinned(tag, "save")  # also since the save began
                 root.files.check_save(tag, sizes, time.monotonic() - self.__began)
+                root.files.lock.check()
                 super().finish(metadata, results)
                 root.files.end_save(tag)
                 save_id = committed_save_id(root.path / tag)

@@ -56,6 +56,8 @@ from torch_dcpx.storage.names import (
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_store import ListedObject
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
+from torch_dcpx.storage.root_lock import RootLock
+from torch_dcpx.storage.root_record import ObjectRecord
 from torch_dcpx.writer.commit import referenced_files, unnamed_files
 
 logger = logging.getLogger("torch_dcpx")
@@ -81,8 +83,12 @@ class StoreRoot:
         self.path = path
         self._grace_s = grace_s
         self._is_conditional = is_conditional
+        self.lock = RootLock(path, self._record)
         self._seen: Pointer | None = None  # as this process has read or written it last
         self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
+
+    def _record(self) -> ObjectRecord:
+        return ObjectRecord(self._place, is_conditional=self._is_conditional)
 
     @property
     def _place(self) -> ObjectPlace:
@@ -123,7 +129,11 @@ class StoreRoot:
         self._seen = read_pointer(self._place)
         return self._seen
 
-    def write(self, pointer: Pointer, *, is_alone: bool = True) -> None:
+    def hold(self, timeout_s: float) -> None:
+        """Takes the lock of the root. Raises: as `RootLock.take`."""
+        self.lock.take(timeout_s)
+
+    def write(self, pointer: Pointer) -> None:
         """Replaces the pointer, but for a later commit and damaged saves that others have noted.
 
         Raises:

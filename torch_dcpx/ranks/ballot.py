@@ -62,7 +62,8 @@ class Ballot:
         self.may_be_committed = False
         self._is_unsure = False  # whether the coordinator's failed commit may be in the storage
         self._has_ended = False
-        self._guard = threading.Lock()  # of _has_ended: then the keys may be gone
+        # Of _has_ended: then the keys may be gone. A signal's handler may cancel within a cancel.
+        self._guard = threading.RLock()
 
     def vote(self, payload: object) -> None:
         """Votes: this rank's files are durable.

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
 from torch_dcpx._last_jobs import STORE_THREAD
-from torch_dcpx._waiting import Deadline
+from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.errors import StoreLostError, UnsupportedError
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class StoreClient:
         self._open_store = open_store
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._guard = threading.Lock()
+        self._guard = Guard()  # a signal's handler may call as well
         self._pid = os.getpid()
         self._calls_made = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -130,7 +130,7 @@ class StoreClient:
 
     def settle(self, deadline: Deadline) -> bool:
         """Waits until all earlier calls are done. Returns whether they are."""
-        with self._guard:
+        with self._guard.held():
             if self._thread is None or self._pid != os.getpid():
                 return True
         call = self._submit(lambda _: None, is_waited_for=False)
@@ -138,7 +138,7 @@ class StoreClient:
 
     def close(self) -> None:
         """Ends the thread after all earlier calls. Waits for nothing."""
-        with self._guard:
+        with self._guard.held():
             if self._thread is not None and self._pid == os.getpid():
                 self._calls.put(None)
                 self._thread = None
@@ -150,7 +150,7 @@ class StoreClient:
                 f"a forked process (pid {os.getpid()}) cannot go on with an operation of its "
                 f"parent (pid {self._pid})"
             )
-        with self._guard:
+        with self._guard.held():
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_serve,
@@ -167,7 +167,7 @@ class StoreClient:
 
 _clients: weakref.WeakKeyDictionary[Any, StoreClient] = weakref.WeakKeyDictionary()
 _inherited: weakref.WeakSet[Any] = weakref.WeakSet()  # groups of the process we were forked from
-_clients_guard = threading.Lock()
+_clients_guard = Guard()
 
 
 def client_of(group: Any) -> StoreClient:
@@ -175,7 +175,7 @@ def client_of(group: Any) -> StoreClient:
 
     Raises UnsupportedError if the group belongs to the process from which this one was forked.
     """
-    with _clients_guard:
+    with _clients_guard.held():
         if group in _inherited:
             raise UnsupportedError(
                 "a forked process cannot save or load in the name of its parent's rank: use "
@@ -191,7 +191,7 @@ def client_of(group: Any) -> StoreClient:
 def _forget_parents_clients() -> None:
     """In a forked child: the threads are not there, and the group's rank is the parent."""
     global _clients_guard
-    _clients_guard = threading.Lock()
+    _clients_guard = Guard()
     _clients.clear()
     _inherited.update(process_groups())
 

@@ -24,6 +24,7 @@ SAVING_PREFIX = ".dcpx.saving."  # beside such a folder: what the next one is ma
 
 POINTER_NAME = "newest"  # in a manager's root
 TRASH_PREFIX = ".dcpx.trash."  # directories on their way out
+ROOT_LOCK_NAME = ".dcpx.root"  # in a manager's root: who saves there; with a number in a directory
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
 ARTIFACT_SUFFIXES = (".safetensors", ".index.json", *TORCH_SUFFIXES)  # of an export
@@ -37,6 +38,7 @@ _PROBE = re.compile(r"\.dcpx\.probe\.[0-9a-f]{12}")
 _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 # NFS and libfuse rename a file that is removed while it is open.
 _OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
+_ROOT_LOCK = re.compile(r"\.dcpx\.root\.([1-9][0-9]{0,17})")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -126,6 +128,17 @@ def is_probe_name(name: str) -> bool:
 def is_pointer_temporary(name: str) -> bool:
     """Whether a manager that was killed before its pointer's rename leaves `name` behind."""
     return _POINTER_TEMPORARY.fullmatch(name) is not None
+
+
+def root_lock_name(number: int) -> str:
+    """Returns the name of the lock of the so-manieth holder of a root."""
+    return f"{ROOT_LOCK_NAME}.{number}"
+
+
+def root_lock_number(name: str) -> int | None:
+    """Returns the number in the name of a root's lock; None of any other name."""
+    found = _ROOT_LOCK.fullmatch(name)
+    return None if found is None else int(found[1])
 
 
 def is_of_checkpoint(name: str) -> bool:

@@ -1,0 +1,217 @@
+"""Two jobs at one root as processes: who is refused, who is waited for, who needs no lock."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from root_jobs import NEVER, PROOFS, Job, locks, manager_of, save, snapshot
+from support.machine import seconds
+
+import torch_dcpx as dcpx
+from torch_dcpx import CheckpointManager, ConcurrentSaveError
+from torch_dcpx.storage import root_lock
+from torch_dcpx.storage.holder import Holder
+from torch_dcpx.storage.names import root_lock_name
+from torch_dcpx.storage.root_record import FileRecord
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def start(*flags: str, **values: float) -> Job:
+        made.append(Job(tmp_path, *flags, **values))
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.process.kill()
+        job.process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PROOFS.items():
+        monkeypatch.setattr(root_lock, name, value)
+
+
+# ---- Two processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [(), ("no-flock",)])
+def test_second_live_job_is_refused_before_a_byte(
+    tmp_path: Path, jobs: Callable[..., Job], flags: tuple[str, ...]
+) -> None:
+    first, second = jobs(*flags), jobs(*flags)
+    assert first.tell("save 1") is None
+    before = snapshot(tmp_path)
+    found = second.tell("save 2")
+    assert found["error"] == "ConcurrentSaveError", found
+    owner = f"host={socket.gethostname()} pid={first.process.pid} since=20"
+    assert found["owner"].startswith(owner)
+    assert found["owner"] in found["text"]
+    assert "a root of its own" in found["text"]
+    assert snapshot(tmp_path) == before
+    assert second.tell("resume") == 1
+    assert first.tell("save 3") is None
+    assert first.tell("close") is None
+    assert second.tell("save 4") is None
+    assert len(locks(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("flags", [(), ("no-flock",)])
+def test_job_that_is_restarted_here_waits_for_no_killed_one(
+    tmp_path: Path, jobs: Callable[..., Job], flags: tuple[str, ...]
+) -> None:
+    first = jobs(*flags)
+    assert first.tell("save 1") is None
+    first.process.send_signal(signal.SIGKILL)
+    second = jobs(*flags)  # also where nobody has waited for the killed one
+    assert second.tell("resume") == 1
+    assert second.tell("save 2") is None
+
+
+def test_job_that_is_about_to_end_is_waited_for(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    first, second = jobs(), jobs(_ENDING_S=NEVER, _LIMIT_S=NEVER)
+    assert first.tell("save 1") is None
+    end = threading.Timer(0.5, first.kill)
+    end.start()
+    assert second.tell("save 2") is None
+    end.join()
+
+
+def test_stopped_job_on_this_machine_is_not_gone(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    first, second = jobs(), jobs(_GONE_S=0.0)
+    assert first.tell("save 1") is None
+    first.process.send_signal(signal.SIGSTOP)
+    assert second.tell("save 2")["error"] == "ConcurrentSaveError"
+    first.process.send_signal(signal.SIGCONT)
+    assert first.tell("save 3") is None
+
+
+def test_who_only_reads_needs_no_lock(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    first = jobs()
+    assert first.tell("save 1") is None
+    held = locks(tmp_path)
+    manager = manager_of(tmp_path)
+    assert manager.resume(state={"x": torch.zeros(8)}).step == 1
+    assert (manager.tags(), manager.latest()) == (["step-1"], "step-1")
+    manager.pin(1)
+    manager.unpin(1)
+    assert dcpx.verify(tmp_path / "step-1").ok
+    assert locks(tmp_path) == held
+    assert first.tell("save 2") is None
+    manager.delete(1)  # the pointer stays
+    with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
+        save(manager, 3)
+    assert first.tell("save 4") is None
+    with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
+        manager.delete(4)
+    assert manager.tags() == ["step-2", "step-4"]
+
+
+def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    manager = manager_of(tmp_path)
+    manager.delete(2)
+    assert jobs().tell("save 3") is None
+
+
+def test_child_neither_holds_nor_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    held = manager._root.files.lock._held
+    assert held is not None
+    assert isinstance(held.record, FileRecord)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            assert held.record._fd < 0  # else it would outlive the parent's process by its flock
+            save(manager_of(tmp_path), 2)
+        except ConcurrentSaveError as error:
+            code = 0 if f"pid={os.getppid()} " in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert jobs().tell("save 3")["error"] == "ConcurrentSaveError"
+    save(manager, 4)
+
+
+def test_end_of_the_process_frees_the_root_for_other_machines(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    assert job.tell("save 1") is None
+    job.process.communicate("")
+    (name,) = locks(tmp_path)
+    found = Holder.decoded((tmp_path / name).read_bytes())
+    assert found is not None and found.is_over
+
+
+# ---- One process --------------------------------------------------------------------------------
+
+
+def test_managers_of_one_process_share_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    one, other = manager_of(tmp_path), manager_of(tmp_path)
+    save(one, 1)
+    save(other, 2)
+    one.close()
+    job = jobs()
+    assert job.tell("save 3")["error"] == "ConcurrentSaveError"
+    save(other, 3)
+    other.close()
+    other.close()
+    assert job.tell("save 4") is None
+
+
+def test_two_managers_commit_at_once(tmp_path: Path) -> None:
+    """Neither removes the other's pointer, half-way written."""
+    failed: list[BaseException] = []
+
+    def train(manager: CheckpointManager, begin: int) -> None:
+        try:
+            for step in range(begin, begin + 20):
+                save(manager, step)
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            failed.append(error)
+
+    threads = [
+        threading.Thread(target=train, args=(manager_of(tmp_path), begin)) for begin in (0, 100)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds(120))
+    assert not failed, failed
+    assert len(manager_of(tmp_path).tags()) == 40
+
+
+def test_manager_that_nobody_has_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    manager.wait()  # the removal of old checkpoints has it
+    del manager
+    gc.collect()
+    assert jobs().tell("save 2") is None
+
+
+def test_root_that_was_removed_is_taken_again(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    manager = manager_of(root)
+    save(manager, 1)
+    root.rename(tmp_path / "away")
+    save(manager, 2)
+    assert manager.tags() == ["step-2"]
+    for name in locks(root):
+        (root / name).unlink()
+    save(manager, 3)
+    assert locks(root) == [root_lock_name(1)]

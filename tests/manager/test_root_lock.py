@@ -1,0 +1,158 @@
+"""The record of a root's holder: who is gone, where that is proved and where it is watched."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, save
+from support.machine import seconds
+
+from torch_dcpx import ConcurrentSaveError
+from torch_dcpx.storage import root_lock
+from torch_dcpx.storage.holder import Holder, now_text
+from torch_dcpx.storage.names import root_lock_name
+
+
+@pytest.fixture(autouse=True)
+def _proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in PROOFS.items():
+        monkeypatch.setattr(root_lock, name, value)
+
+
+# ---- Other machines -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_silent_job_of_another_machine_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool
+) -> None:
+    put(tmp_path, elsewhere())
+    if not has_flock:
+        monkeypatch.setattr(fcntl, "flock", _refuse)
+    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        assert locks(tmp_path) == [root_lock_name(2)]
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.ENOLCK, "no locks")
+
+
+def test_job_of_another_machine_that_renews_is_refused_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, elsewhere())
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            put(tmp_path, elsewhere(renewed=now_text()))
+
+    renewer = threading.Thread(target=renew)
+    renewer.start()
+    try:
+        monkeypatch.setattr(root_lock, "_LIMIT_S", NEVER)
+        who = "host=node7 pid=4711 since="
+        with alarm(), pytest.raises(ConcurrentSaveError, match=who) as caught:
+            save(manager_of(tmp_path), 1)
+    finally:
+        ended.set()
+        renewer.join()
+    assert caught.value.owner == str(elsewhere(since=caught.value.owner.partition("since=")[2]))
+    assert manager_of(tmp_path).tags() == []
+
+
+def test_wait_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert root_lock._LIMIT_S <= 60.0
+    put(tmp_path, elsewhere())
+    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.3)
+    with pytest.raises(ConcurrentSaveError, match="node7"):
+        save(manager_of(tmp_path), 1)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff", b'{"format": 1}', elsewhere().encoded()[:40]]
+)
+def test_record_that_says_nothing_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    (tmp_path / root_lock_name(7)).write_bytes(content)
+    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
+    save(manager_of(tmp_path), 1)
+    assert locks(tmp_path) == [root_lock_name(8)]
+
+
+def test_link_in_place_of_the_record_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / root_lock_name(1)).symlink_to(victim)
+    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
+    save(manager_of(root), 1)
+    assert victim.read_text() == "mine"
+
+
+def test_flock_tells_of_another_container(tmp_path: Path) -> None:
+    near = Holder.own()._replace(token="other", space="pid:[1]", has_flock=True)
+    put(tmp_path, near)
+    with (tmp_path / root_lock_name(1)).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConcurrentSaveError):
+            save(manager_of(tmp_path), 1)
+    save(manager_of(tmp_path), 1)
+
+
+def test_stolen_root_is_noticed_by_the_next_save(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    put(tmp_path, Holder.own()._replace(pid=os.getppid(), start="", token="other"), 2)
+    with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
+        save(manager, 2)
+    assert manager_of(tmp_path).tags() == ["step-1"]
+    assert locks(tmp_path) == [root_lock_name(1), root_lock_name(2)]
+
+
+def test_root_that_is_stolen_in_a_save_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    monkeypatch.setattr(manager._root.files, "check_save", lambda *_: put(tmp_path, elsewhere(), 2))
+    with pytest.raises(ConcurrentSaveError, match=r"host=node7.*nothing is committed") as caught:
+        save(manager, 2)
+    assert caught.value.errno == errno.ESTALE
+    assert manager_of(tmp_path).tags() == ["step-1"]
+
+
+def test_thread_renews_and_tells_of_a_stolen_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(root_lock, "_RENEW_S", 0.05)
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    record = tmp_path / root_lock_name(1)
+    before, limit = record.read_bytes(), seconds(60)
+    _until(lambda: record.read_bytes() != before, limit)
+    put(tmp_path, elsewhere(), 2)
+    _until(lambda: "another job has taken" in caplog.text, limit)
+    assert caplog.text.count("another job has taken") == 1
+
+
+def _until(is_done: Callable[[], bool], limit_s: float) -> None:
+    ended = threading.Event()
+    for _ in range(int(limit_s / 0.02)):
+        if is_done():
+            return
+        ended.wait(0.02)
+    raise AssertionError("it did not happen")
