@@ -47,7 +47,7 @@ def by_async_save(model: Any, path: Path) -> None:
     dcpx.async_save({"model": model.state_dict()}, path).result(seconds(60))
 
 
-def experts(name: str) -> torch.nn.Module:
+def experts(name: str) -> torch.nn.ModuleDict:
     """Each rank's own, with the same names."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4)})
     with torch.no_grad():
@@ -108,8 +108,7 @@ def data_parallel_trainings_say_nothing(root: Path) -> None:
     model = DistributedDataParallel(normed())
     for number in range(3):
         optimizer = trained(model)
-        sparse = torch.eye(3).to_sparse()  # which has no address
-        by_manager(model, root / f"ddp{number}", optimizer=optimizer, state={"sparse": sparse})
+        by_manager(model, root / f"ddp{number}", optimizer=optimizer)
         by_save(model, root / f"ddp-saved{number}")
     assert not heard()
     # Of buffers DDP takes rank 0's: so does the checkpoint, and no mix.
@@ -129,6 +128,12 @@ def data_parallel_trainings_say_nothing(root: Path) -> None:
     assert not heard()
 
 
+def done(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def what_ddp_does_not_keep_equal_is_said(root: Path) -> None:
     own = DistributedDataParallel(normed(), broadcast_buffers=False)
     by_manager(own, root / "buffers", optimizer=trained(own))
@@ -136,10 +141,24 @@ def what_ddp_does_not_keep_equal_is_said(root: Path) -> None:
     assert "'model.1.running_mean'" in said and "weight" not in said
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), experts("ignored")["ignored"])
     names = ["1.weight", "1.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    ignoring: Any = DistributedDataParallel
+    ignoring._set_params_and_buffers_to_ignore_for_model(module, names)
     by_manager(DistributedDataParallel(module), root / "ignored")
     (said,) = heard()
     assert "2 tensors" in said and "'model.1.weight'" in said
+    layers = torch.nn.ModuleDict({"trained": normed(), "frozen": torch.nn.Linear(4, 4)})
+    frozen = DistributedDataParallel(layers)
+    layers["frozen"].get_parameter("weight").requires_grad_(False).fill_(10.0 * dist.get_rank())
+    by_manager(frozen, root / "frozen")
+    (said,) = heard()
+    assert "1 tensors" in said and "'model.frozen.weight'" in said
+    local = DistributedDataParallel(torch.nn.Linear(4, 4))
+    # Its gradients stay its own, as with local SGD.
+    local.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
+    trained(local)
+    by_manager(torch.nn.ModuleDict({"local": local}), root / "local")
+    (said,) = heard()
+    assert "local" in said and "weight" in said
     groups = [dist.new_group([rank]) for rank in range(2)]
     stage = DistributedDataParallel(experts("stage"), process_group=groups[dist.get_rank()])
     by_manager(stage, root / "stages")

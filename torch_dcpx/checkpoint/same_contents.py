@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.contents import content_sums
-from torch_dcpx.tensors.memory import has_strides, is_plain_dtensor, is_plain_tensor
+from torch_dcpx.tensors.memory import is_plain_dtensor, is_plain_tensor
 
 _MOST_A_SAVE = 2048  # tensors: of more, saves by a kept plan look at a part in turn
 
@@ -92,7 +92,7 @@ class Contents:
             tensor = self._compared(get(fqn))
             if tensor is None:
                 continue
-            address = tensor.data_ptr() if (copied or settled) and has_strides(tensor) else 0
+            address = tensor.data_ptr() if copied or settled else 0
             if address in settled:
                 lowest.append(fqn)
             elif not address or address not in copied:

@@ -145,7 +145,7 @@ class CheckpointCatalog:
         self.root.files.unpin(name)
 
     def delete(self, name: str) -> None:
-        self.retention.wait()
+        self.retention.wait_for_run(f"delete '{self.root.path / name}'")
         root, path = self.root, self.root.path / name
         root.files.is_there(name, "delete")
         root.examined(name)
@@ -153,28 +153,34 @@ class CheckpointCatalog:
         if name in self.retention.busy:
             problem = f"delete '{path}': a save to it is under way; wait for it"
             raise ConcurrentSaveError(problem, errno=errno.EBUSY, path=str(path))
-        newest, _ = root.newest()  # anew: other jobs may have changed the root
-        if newest is not None and newest.tag == name:  # the pointer changes as well
-            with root.held(self.read_options.load_timeout_s):
-                self._delete(name)
-        else:
-            self._delete(name)
+        successor = self._successor(name)
+        with ExitStack() as held:
+            if successor is not None:  # another job must not change the pointer as well
+                held.enter_context(root.held(self.read_options.load_timeout_s))
+                successor = self._successor(name)
+            root.remove(name)
+            if successor is not None:
+                root.point_away(name, successor)
 
-    def _delete(self, name: str) -> None:
-        root, path = self.root, self.root.path / name
-        newest, _ = root.newest()
+    def _successor(self, name: str) -> Stored | None:
+        """Returns what is the newest once the newest goes; None if this is another one.
+
+        Raises UnsupportedError: it is the last one.
+        """
+        root = self.root
+        newest, _ = root.newest()  # anew: other jobs may have changed the root
         stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]
         if not others or good == {name}:
             kind = " that is not damaged" if others else ""
             raise UnsupportedError(
-                f"delete '{path}': it is the last whole checkpoint beneath "
+                f"delete '{root.path / name}': it is the last whole checkpoint beneath "
                 f"'{root.path}'{kind}; remove the directory by hand"
             )
-        root.remove(name)
-        if newest is not None and newest.tag == name:
-            root.point_away(name, next((o for o in others if o.tag in good), others[0]))
+        if newest is None or newest.tag != name:
+            return None
+        return next((each for each in others if each.tag in good), others[0])
 
     def choose(
         self, tag: str | None, stack: ExitStack, passed: Collection[str] = (), *, allow_fresh: bool
@@ -185,7 +191,7 @@ class CheckpointCatalog:
         None with `allow_fresh`, else an error.
         """
         root = self.root
-        self.retention.wait()  # else it may remove the chosen one
+        self.retention.wait_for_run(f"read '{root.path}'")  # else it may remove the chosen one
         for _ in range(_MAX_CHOICES):
             if tag is None:
                 stored, skipped = root.newest_but(passed) if passed else root.newest()

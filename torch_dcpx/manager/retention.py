@@ -200,6 +200,14 @@ class Retention:
             problem = f"old checkpoints beneath '{self._root.path}' are still being removed"
             raise TimeoutError(f"after {timeout_s} s {problem}")
 
+    def wait_for_run(self, doing: str) -> None:
+        """Waits for the run that is under way. Raises ConcurrentSaveError: it does not end."""
+        try:
+            self.wait(self._root.patience_s)
+        except TimeoutError as error:
+            text = f"{doing}: {error}; wait for that, and try again"
+            raise ConcurrentSaveError(text, errno=errno.ETIMEDOUT) from error
+
     def end(self, deadline: Deadline) -> None:
         """Waits, as the interpreter ends, for the run; at the deadline the run stops early."""
         thread = self._thread
@@ -217,13 +225,9 @@ class Retention:
     def catch_up(self) -> None:
         """Waits; before this process' first commit, it also runs: an earlier job may not have.
 
-        Raises ConcurrentSaveError: the run under way does not end.
+        Raises: as `wait_for_run`.
         """
-        try:
-            self.wait(self._root.patience_s)
-        except TimeoutError as error:
-            text = f"save beneath '{self._root.path}': {error}"
-            raise ConcurrentSaveError(text, errno=errno.ETIMEDOUT) from error
+        self.wait_for_run(f"save beneath '{self._root.path}'")
         if not self._has_run:
             self.run()
 
