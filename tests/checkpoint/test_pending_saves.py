@@ -263,7 +263,7 @@ def test_handler_that_drains_while_a_save_copies_waves_sees_its_end(tmp_path: Pa
 
 
 def test_error_of_a_save_that_ends_as_a_wait_for_it_is_interrupted_is_not_lost() -> None:
-    future: WatchedFuture[None] = WatchedFuture()
+    future: WatchedFuture[None] = WatchedFuture("/there")
 
     class InterruptError(Exception):
         pass

@@ -267,7 +267,7 @@ class _Watch:
         elif self._looked.waited_s > max(_RENEW_S, 2 * self._record.pause_s):
             self._since = self._deadline.anew()  # stopped itself, it has missed renewals
         self._looked = self._deadline.anew()
-        fate = "unknown" if holder is None else _fate(holder, seen.is_locked)
+        fate = "unknown" if holder is None else _fate(holder, seen.is_locked, self._record.key)
         if fate == "gone":
             return seen
         owner = "unknown" if holder is None else str(holder)
@@ -301,9 +301,12 @@ class _Watch:
         )
 
 
-def _fate(holder: Holder, is_locked: bool | None) -> str:
-    if holder.is_this_process:  # another thread is about to enter it in the table
-        return "alive" if holder.token in _tokens else "gone"
+def _fate(holder: Holder, is_locked: bool | None, key: object) -> str:
+    if holder.is_this_process:
+        for root, held in list(_held.items()):
+            if held.holder.token == holder.token and root != key:
+                return "gone"  # the record was copied, with all of that root
+        return "alive" if holder.token in _tokens else "gone"  # about to enter it in the table
     return holder.fate(is_locked)
 
 
