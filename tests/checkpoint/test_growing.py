@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, CorruptionError, MismatchError
+from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank
 from torch_dcpx.checkpoint import containers, save_run
 from torch_dcpx.checkpoint.load import LoadRun
 
@@ -187,6 +187,30 @@ def test_fresh_optimizer_takes_the_saved_state(tmp_path: Path, is_stocks: bool) 
     again = torch.optim.AdamW(net.parameters())
     dcpx.load({"o": again}, tmp_path, no_dist=True)
     assert is_same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_values_of_each_rank_come_back_where_the_state_has_none(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+        manager.save(1, state={"a": 1, "r": PerRank({1: 2})})
+        state: dict[str, Any] = {"a": 0}
+        manager.resume(state=state)
+        assert state["a"] == 1 and state["r"].value == {1: 2}
+        manager.save(2, state=state)
+        left: dict[str, Any] = {"a": 0}
+        manager.resume(state=left, strict=False)
+        assert left == {"a": 1}
+        with pytest.raises(MismatchError, match=r"state\.r"):  # it is no plain value
+            manager.resume(state={"a": 0, "r": None})
+
+
+def test_plain_value_takes_no_place_of_a_ranks_own(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+        manager.save(1, state={"a": 1, "r": 5})
+        state: dict[str, Any] = {"a": 0, "r": PerRank(None)}
+        with pytest.raises(MismatchError, match=r"state\.r was not saved there"):
+            manager.resume(state=state)
+        manager.resume(state=state, allow_missing=["state.r"])
+    assert state["a"] == 1 and state["r"].value is None
 
 
 def test_plain_dicts_take_nothing_new(tmp_path: Path) -> None:
