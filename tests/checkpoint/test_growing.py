@@ -213,6 +213,18 @@ def test_plain_value_takes_no_place_of_a_ranks_own(tmp_path: Path) -> None:
     assert state["a"] == 1 and state["r"].value is None
 
 
+@pytest.mark.parametrize("call", [dcpx.save, dcpx.async_save])
+def test_plans_that_are_kept_have_the_record_of_each_state(tmp_path: Path, call: Any) -> None:
+    for number, keys in enumerate(([1, 2], [1, 2], [1, 3], ["1", "3"], [1, 2])):
+        saved = {key: float(number) for key in keys}
+        done = call({"k": Holder({"v": saved})}, tmp_path / str(number), no_dist=True)
+        if call is dcpx.async_save:
+            done.result()
+        holder = Holder({"v": {}})
+        dcpx.load({"k": holder}, tmp_path / str(number), no_dist=True)
+        assert is_same(holder.state["v"], saved)
+
+
 def test_plain_dicts_take_nothing_new(tmp_path: Path) -> None:
     dcpx.save({"k": {"a": {1: 2}, "b": 3}}, tmp_path, no_dist=True)
     state: dict[str, Any] = {"k": {"a": {}, "b": 0}}

@@ -2,6 +2,7 @@
 
 1. Each rank: state dicts of `Stateful` objects, metadata, differences, its plan (`load_plan`).
 2. Coordinator: one error of all ranks' differences, or the global plan. No byte was read so far.
+   If no rank asks for what was saved beneath parts, these first make room (`growth`).
 3. Each rank reads, and its parts check the values (`stateful`). All ranks wait for the last.
 4. Each rank hands the values to `Stateful` objects and to the caller's dict.
 
