@@ -168,9 +168,9 @@ class CheckpointManager:
             model, optimizer, lr_scheduler, dataloader, state: as in `save`, or fewer of them;
                 filled in place.
             tag: which checkpoint; a link to one will do. Default None: the newest.
-            strict: whether a name that the checkpoint does not hold is an error. Default True.
-            allow_missing: globs (`fnmatch`) of names that may be missing all the same, with their
-                part: "model.head.*", "lr_scheduler". Default ().
+            strict: whether a name that only one side holds is an error. Default True.
+            allow_missing: globs (`fnmatch`) of names that one side may lack, with their part:
+                "model.head.*", "lr_scheduler". Default ().
             cast: as `dcpx.load`: "error" (default) or "allow" where stored dtypes differ.
             load_optimizer: with False, optimizer and scheduler stay as they are. Default True.
             merge: for each rank's own values, after a change of the number of ranks:
