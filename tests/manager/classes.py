@@ -41,7 +41,7 @@ class EveryClass(torch.optim.Optimizer):
             "keys": {(1, "a"): 1.0, b"b": 2.0, None: 3.0, True: 4.0, 0.5: torch.ones(2)},
             "empty": {},
             "nested": {"deep": {"er": {}}, "pair": (1, 2)},
-            "list": [torch.ones(2), {"x": {}, "y": 1}],
+            "list": [{}, torch.ones(2), {"x": {}, "y": 1}, {}],
             "kinds": [1, 1.0, True, "1", None],
         }
         if isinstance(parameter, DTensor):
