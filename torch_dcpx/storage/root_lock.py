@@ -51,6 +51,7 @@ class _Held:
         self.record, self.holder = record, holder
         self.shares: set[int] = set()
         self.is_lost = False
+        self.has_warned = False  # of a renewal that failed
         self._renewed_s = began_s
 
     def renew(self) -> bool:
@@ -336,6 +337,9 @@ def _renew(stop: threading.Event) -> None:
                     continue
                 logger.error("another job has taken '%s': the next save here is refused", held.path)
             except StorageError as error:
+                if held.has_warned:
+                    continue
+                held.has_warned = True
                 logger.warning(
                     "'%s': the record of its holder is not renewed: %s", held.path, error
                 )
