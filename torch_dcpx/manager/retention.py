@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -190,15 +189,16 @@ class Retention:
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for the run that is under way, but for one that this thread itself is in.
 
-        Raises TimeoutError: it has not ended after `timeout_s`; None waits as long as it takes.
+        Raises TimeoutError: it has not ended after `timeout_s`; None: as long as for a commit.
         """
+        seconds = self._root.patience_s if timeout_s is None else timeout_s
         thread = self._thread
         if thread is None or thread is threading.current_thread() or self._run_guard.is_own:
             return
-        thread.join(None if timeout_s is None or math.isinf(timeout_s) else timeout_s)
+        thread.join(min(seconds, threading.TIMEOUT_MAX))
         if thread.is_alive():
             problem = f"old checkpoints beneath '{self._root.path}' are still being removed"
-            raise TimeoutError(f"after {timeout_s} s {problem}")
+            raise TimeoutError(f"after {seconds:g} s {problem}")
 
     def wait_for_run(self, doing: str) -> None:
         """Waits for the run that is under way. Raises ConcurrentSaveError: it does not end."""

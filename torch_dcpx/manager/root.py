@@ -87,6 +87,8 @@ class ManagerRoot:
         self._options = options
         self.patience_s = patience_s
         self._commits = Guard()  # one at a time: the pointer follows each
+        # Of the pointer and its order alone: a removal must not wait for a thread whose signal's
+        # handler waits for it. All else that is noted changes in one step of the interpreter.
         self._guard = Guard()
         self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
@@ -106,25 +108,22 @@ class ManagerRoot:
         """
         with self.files.open(tag) as place:
             identity = place.identity(METADATA_NAME)
-            with self._own():
-                known = self._known.get(tag)
+            known = self._known.get(tag)
             if known is not None and known[0] == identity:
                 if looks_at_data:
                     known[2].check(place)
                 return known[1]
             stored, files = examine(place, self._options)
         if identity is not None:
-            with self._own():
-                self._known[tag] = identity, stored, files
+            self._known[tag] = identity, stored, files
         return stored
 
     def note_damaged(self, tag: str) -> None:
         """Notes that bytes of a checkpoint are wrong: of a copy, none that lies in its place."""
-        with self._own():
-            known = self._known.get(tag)
-            if known is not None and not self._has_original(known[1]):  # on the coordinator
-                self._damaged.add(known[1].save_id)
-                self._noted.add(known[1].save_id)
+        known = self._known.get(tag)
+        if known is not None and not self._has_original(known[1]):  # on the coordinator
+            self._damaged.add(known[1].save_id)
+            self._noted.add(known[1].save_id)
 
     def _has_original(self, stored: Stored) -> bool:
         """Returns whether another file of metadata lies where a copy was made; no link is one."""
@@ -154,21 +153,18 @@ class ManagerRoot:
     @property
     def damaged(self) -> frozenset[str]:
         """Ids of the saves that are still there and in which a resume has read wrong bytes."""
-        with self._own():
-            return frozenset(self._damaged)
+        return frozenset(self._damaged)
 
     def forget(self, tag: str) -> None:
         """Notes that a checkpoint is gone, or may have changed."""
-        with self._own():
-            self._known.pop(tag, None)
+        self._known.pop(tag, None)
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
         if self._run is None:
             self._read()
         stored, skipped = self._whole(self.files.directories())
-        with self._own():
-            self._damaged &= {found.save_id for found in stored}
+        self._damaged &= {found.save_id for found in stored}
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
@@ -188,9 +184,8 @@ class ManagerRoot:
         """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
         pointer = self._read()
-        with self._own():
-            self._damaged.update(pointer.damaged)
-            self._noted.update(pointer.damaged)
+        self._damaged.update(pointer.damaged)
+        self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
         if not (found and found[0].is_ours):  # who saved the others moves no pointer
             found, skipped = self.listed()
@@ -230,8 +225,7 @@ class ManagerRoot:
 
         Where the pointer led to it, it examines only those that are not older by their names.
         """
-        with self._own():
-            known = {tag: row[1] for tag, row in self._known.items()}
+        known = {tag: row[1] for tag, row in list(self._known.items())}
         names = [name for name in self.files.directories() if name not in known]
         for name in to_ask(names, chosen):
             with suppress(DcpxError):  # not whole: a save may be under way
@@ -283,13 +277,12 @@ class ManagerRoot:
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
-        with self._own():
-            own, found = self._pointer, None
-            with suppress(DcpxError):
-                found = own and self.files.read()
-            if found is not None:  # what another job has noted; own notes go with checkpoints
-                self._damaged.update(set(found.damaged) - self._noted)
-                self._noted.update(found.damaged)
+        own, found = self._pointer, None
+        with suppress(DcpxError):
+            found = own and self.files.read()
+        if found is not None:  # what another job has noted; own notes go with checkpoints
+            self._damaged.update(set(found.damaged) - self._noted)
+            self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
         with self._own():
@@ -312,8 +305,8 @@ class ManagerRoot:
     @property
     def newest_tag(self) -> str | None:
         """The tag of the newest checkpoint, as far as this process knows."""
-        with self._own():
-            return None if self._pointer is None else self._pointer.tag
+        pointer = self._pointer
+        return None if pointer is None else pointer.tag
 
     def one_commit(self, doing: str) -> AbstractContextManager[None]:
         """Keeps other threads from committing in the block. A signal's handler within it may, too.
@@ -329,9 +322,8 @@ class ManagerRoot:
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
         """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
-        with self._own():
-            self._committing.append(tag)
-            self.forget(tag)
+        self._committing.append(tag)
+        self.forget(tag)
         try:
             with self._own():
                 try:
@@ -341,8 +333,7 @@ class ManagerRoot:
                     raise StorageError(str(error), errno=errno.EIO, path=path) from error
             yield
         finally:
-            with self._own():
-                self._committing.remove(tag)
+            self._committing.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
         """Points to a committed checkpoint, unless a later one was.

@@ -51,6 +51,7 @@ class _Held:
         self.record, self.holder = record, holder
         self.shares: set[int] = set()
         self.is_lost = False
+        self.has_warned = False  # of a renewal that failed
         self._renewed_s = began_s
 
     def renew(self) -> bool:
@@ -170,7 +171,7 @@ class RootLock:
         if taken is not None:
             with _guard.held():
                 _held[record.key] = _Held(record, taken, began_s)
-                _begin_to_renew()
+            _begin_to_renew()
 
     def check(self) -> None:
         """Looks whether the root is still this process', as a save is about to commit.
@@ -216,12 +217,11 @@ def _interrupted(path: Location) -> ConcurrentSaveError:
 
 
 def _give_back(share: int, *, is_collected: bool = False) -> None:
-    for key, held in list(_held.items()):
+    # One that was just taken has no share yet.
+    for key, held in [each for each in list(_held.items()) if share in each[1].shares]:
         with _guard.held():
-            if share not in held.shares:  # a root that was just taken has none yet
-                continue
             held.shares.discard(share)
-            if held.shares:
+            if held.shares or _held.get(key) is not held:
                 continue
             is_later = is_collected and held.record.is_dear  # no request at any line
             if is_later:
@@ -314,17 +314,24 @@ def _fate(holder: Holder, is_locked: bool | None, key: object) -> str:
 
 
 def _begin_to_renew() -> None:
-    """Starts the thread, unless there is one. REQUIRES: _guard."""
+    """Starts the thread, unless there is one.
+
+    Not under `_guard`: the new thread may collect a manager before it says that it has begun.
+    """
     global _renewer
-    if _renewer is None:
-        stop = threading.Event()
-        thread = threading.Thread(target=_renew, args=(stop,), name="dcpx-root", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the interpreter ends
-            logger.warning("no thread to renew the lock of a root: %s", error)
+    stop = threading.Event()
+    thread = threading.Thread(target=_renew, args=(stop,), name="dcpx-root", daemon=True)
+    with _guard.held():
+        if _renewer is not None:
             return
         _renewer = thread, stop
+    try:
+        thread.start()
+    except RuntimeError as error:  # the interpreter ends
+        logger.warning("no thread to renew the lock of a root: %s", error)
+        with _guard.held():
+            if _renewer is not None and _renewer[0] is thread:
+                _renewer = None
 
 
 def _renew(stop: threading.Event) -> None:
@@ -339,6 +346,9 @@ def _renew(stop: threading.Event) -> None:
                     continue
                 logger.error("another job has taken '%s': the next save here is refused", held.path)
             except StorageError as error:
+                if held.has_warned:
+                    continue
+                held.has_warned = True
                 logger.warning(
                     "'%s': the record of its holder is not renewed: %s", held.path, error
                 )
