@@ -217,12 +217,11 @@ def _interrupted(path: Location) -> ConcurrentSaveError:
 
 
 def _give_back(share: int, *, is_collected: bool = False) -> None:
-    for key, held in list(_held.items()):
+    # One that was just taken has no share yet.
+    for key, held in [each for each in list(_held.items()) if share in each[1].shares]:
         with _guard.held():
-            if share not in held.shares:  # a root that was just taken has none yet
-                continue
             held.shares.discard(share)
-            if held.shares:
+            if held.shares or _held.get(key) is not held:
                 continue
             is_later = is_collected and held.record.is_dear  # no request at any line
             if is_later:
