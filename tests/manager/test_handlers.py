@@ -106,6 +106,29 @@ def test_call_within_a_save_ends(tmp_path: Path, what: str, seed: int) -> None:
         raise AssertionError("the save has no end")
 
 
+def test_save_to_what_the_interrupted_call_removes_is_refused(tmp_path: Path) -> None:
+    """Else the removal would take the new checkpoint for the old one."""
+    with manager_of(tmp_path) as manager:
+        for number in (1, 2, 3):
+            save(manager, number, float(number))
+    manager = manager_of(tmp_path, keep_last=1)
+    remove, told = manager._root.remove, list[str]()
+
+    def interrupted(tag: str) -> None:
+        if not told:
+            with pytest.raises(ConcurrentSaveError, match="signal's handler has inter") as caught:
+                save(manager, "step-2", 2.0)
+            told.append(str(caught.value))
+        remove(tag)
+
+    manager._root.remove = interrupted  # type: ignore[method-assign]
+    with alarm():
+        save(manager, 4, 4.0)
+        manager.wait()
+    assert len(told) == 1
+    assert manager.tags() == ["step-4"]
+
+
 def test_wait_for_another_thread_has_a_deadline(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1, 1.0)
