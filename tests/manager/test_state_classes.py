@@ -126,9 +126,17 @@ class Global(optim.SGD):
         return own
 
 
+class Bare(optim.SGD):
+    def state_dict(self) -> Any:
+        own = super().state_dict()
+        own["state"][0] = torch.ones(2)
+        return own
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        (Bare, "a parameter's state is a Tensor, not a dict"),
         (lambda parameters: Nested(optim.SGD(list(parameters), 0.1)), "has 'base', not 'state'"),
         (Global, "its state has 'seen', which is of no parameter"),
         (
@@ -136,7 +144,7 @@ class Global(optim.SGD):
             "has 'lookahead' besides, not under a list of optimizers: give a dict by name",
         ),
     ],
-    ids=["nested", "global", "list"],
+    ids=["bare", "nested", "global", "list"],
 )
 def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
     tmp_path: Path, kind: Any, text: str

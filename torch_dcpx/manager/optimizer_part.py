@@ -124,6 +124,9 @@ class OptimizerPart(LoadPart):
         strange = [key for key in own[STATE] if key not in range(len(parameters))]
         if strange:
             _refuse(optimizer, f"its state has {_quoted(strange)}, which is of no parameter")
+        for one in own[STATE].values():
+            if not isinstance(one, Mapping):
+                _refuse(optimizer, f"a parameter's state is a {type(one).__name__}, not a dict")
         groups = [dict(group) for group in own[GROUPS]]
         return {**own, STATE: dict(own[STATE]), GROUPS: groups}  # DCP renames in them
 
