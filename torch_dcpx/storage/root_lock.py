@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
@@ -126,6 +127,7 @@ class RootLock:
             StorageError: the root or the record cannot be made, read or written.
         """
         record = self._opened()
+        _end_collected()
         if self.is_held and self._held is not None and self._held.record.key != record.key:
             self.give_back()  # the directory was removed, and made anew
         if self._shares(record.key):
@@ -334,12 +336,18 @@ def _begin_to_renew() -> None:
                 _renewer = None
 
 
+def _end_collected() -> None:
+    """Gives back the roots in stores whose managers were collected."""
+    while _over:
+        with suppress(IndexError):  # another thread was faster
+            _over.pop().end()
+
+
 def _renew(stop: threading.Event) -> None:
     is_last = False
     while not is_last:
         is_last = stop.wait(_RENEW_S)
-        while _over:
-            _over.pop().end()
+        _end_collected()
         for held in () if is_last else list(_held.values()):
             try:
                 if held.is_lost or held.renew():
