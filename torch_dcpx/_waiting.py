@@ -98,7 +98,9 @@ class Guard:
                     errno=errno.ETIMEDOUT,
                 )
             with self._lock:
+                if not was_held:  # `with` alone releases it, at whatever line an exception comes
+                    self._lock.release()
                 yield
         finally:
-            while not was_held and self.is_own:
+            while not was_held and self._lock._is_owned():
                 self._lock.release()
