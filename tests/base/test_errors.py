@@ -48,7 +48,7 @@ VALUES: dict[str, Any] = {
     "expected": "0x00000001", "found": "0x00000002", "touched": ("a", "b"),
     "global_name": "os.system", "rank": 3, "host": "node7", "phase": "writing",
     "original": "builtins.KeyError", "ranks": (1, 3), "phases": ("staging", "writing"),
-    "waited_s": 30.0, "missing": ("a.b",), "shapes": (("w", (4,), (2, 2)),),
+    "waited_s": 30.0, "missing": ("a.b",), "left": ("a.c",), "shapes": (("w", (4,), (2, 2)),),
     "dtypes": (("w", "float32", "bfloat16"),), "kinds": (("lr", "object", "tensor"),),
     "nearest": {"a.b": ("b",)}, "candidates": ("__0_0.distcp",), "assumptions": ("it had ended",),
     "is_good": True,

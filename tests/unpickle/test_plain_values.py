@@ -130,7 +130,9 @@ def test_object_is_put_where_stocks_hook_puts_it(flatten: bool, value: Any) -> N
     states = []
     for put in (
         lambda planner, item: planner.load_bytes(item, io.BytesIO(saved(value))),
-        lambda planner, item: read_bytes._put(planner, item, value),
+        lambda planner, item: read_bytes.BytesFinisher(
+            planner, None, ReadOptions(), lambda *_: None
+        )._put(item, value),
     ):
         planner = DefaultLoadPlanner(flatten_state_dict=flatten)
         state: dict[str, Any] = {"model": {"list": [0, {"x": 0}], "y": 1}, "top": 0}
