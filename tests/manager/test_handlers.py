@@ -95,7 +95,8 @@ def test_call_within_a_save_ends(tmp_path: Path, what: str, seed: int) -> None:
             assert not told
             break
         (answer,) = told
-        assert answer == "done" or "signal's handler" in answer or "another save" in answer, answer
+        texts = ("done", "signal's handler", "another save", "there is no checkpoint")
+        assert any(text in answer for text in texts), answer  # the last: step-3 has gone
         after = manager_of(root)
         state = {"x": torch.zeros(8)}
         found = after.resume(state=state)
@@ -177,6 +178,7 @@ def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path) -> None:
     manager._root.patience_s = 0.05
     with alarm(), pytest.raises(ConcurrentSaveError, match="are still being removed"):
         save(manager, 3, 3.0)
+    manager._root.patience_s = seconds(60)
     ended.set()
     manager.wait()
     save(manager, 3, 3.0)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.object_fixture import forget_roots
 from support.object_proxy import LOSSES, FaultProxy
 from support.object_server import ObjectServer
 from support.states import assert_same, blank_like
@@ -86,6 +87,7 @@ class Store(NamedTuple):
 
     def reset(self, objects: dict[str, bytes]) -> None:
         """Makes these the only objects; the next request's number is 0, and none fails."""
+        forget_roots()
         put_objects(self.server, self.url, objects)
         self.proxy.heal()
         self.proxy.clear()

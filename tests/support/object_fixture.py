@@ -101,6 +101,14 @@ def object_server(request: pytest.FixtureRequest) -> ObjectServer:
     return server
 
 
+def forget_roots() -> None:
+    """Forgets the roots of managers that a test has not closed, as the end of their job does; else
+    requests come when the managers are collected.
+    """
+    root_lock._held.clear()
+    root_lock._over.clear()
+
+
 @pytest.fixture
 def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
@@ -110,7 +118,7 @@ def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(root_lock, name, 1e6)
     prefix = f"{object_server.root}/{secrets.token_hex(8)}"
     yield prefix
-    root_lock._held.clear()  # of managers that the test has not closed: their store goes
+    forget_roots()
     object_server.remove(prefix)
 
 
