@@ -18,6 +18,7 @@ from torch_dcpx import ConcurrentSaveError
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
+from torch_dcpx.storage.root_record import FileRecord
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,47 @@ def test_thread_renews_and_tells_of_a_stolen_root(
     put(tmp_path, elsewhere(), 2)
     _until(lambda: "another job has taken" in caplog.text, limit)
     assert caplog.text.count("another job has taken") == 1
+
+
+def test_store_that_does_not_answer_holds_up_no_other_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_lock, "_RENEW_S", 0.05)
+    silent, other = tmp_path / "silent", tmp_path / "other"
+    is_asked, answers, put_anew = threading.Event(), threading.Event(), FileRecord.put
+
+    def put_slowly(record: FileRecord, holder: Holder) -> bool:
+        if record.path == silent and threading.current_thread().name == "dcpx-root":
+            is_asked.set()
+            answers.wait()
+        return put_anew(record, holder)
+
+    monkeypatch.setattr(FileRecord, "put", put_slowly)
+    try:
+        with manager_of(silent) as first, manager_of(other) as second:
+            save(first, 1)
+            assert is_asked.wait(seconds(60))
+            save(second, 1)
+            record = other / root_lock_name(1)
+            before = record.read_bytes()
+            _until(lambda: record.read_bytes() != before, seconds(60))
+    finally:
+        answers.set()
+
+
+def test_thread_is_begun_outside_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The new thread may collect a manager, which waits for the guard, before it has begun.
+    are_held, start = [], threading.Thread.start
+
+    def look(thread: threading.Thread) -> None:
+        if thread.name == "dcpx-root":
+            are_held.append(root_lock._guard.is_own)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", look)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+    assert are_held == [False]
 
 
 def _until(is_done: Callable[[], bool], limit_s: float) -> None:

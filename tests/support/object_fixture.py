@@ -105,6 +105,8 @@ def forget_roots() -> None:
     """Forgets the roots of managers that a test has not closed, as the end of their job does; else
     requests come when the managers are collected.
     """
+    for held in [*root_lock._held.values(), *root_lock._over]:
+        held.stop()
     root_lock._held.clear()
     root_lock._over.clear()
 

@@ -5,7 +5,8 @@ Anywhere else it must renew its record: who waits sees that by its own clock, an
 from one that has not renewed it for `_GONE_S`. One that was stopped for so long, and goes on, finds
 the record of another before it commits.
 
-The managers of one process share the root. A thread renews the records of the process.
+The managers of one process share the root. Each root that the process holds has a thread that
+renews its record: a store that does not answer keeps no other root from its renewal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
@@ -35,10 +37,9 @@ _JOIN_S = 5.0
 
 _guard = Guard()  # of what follows; never held while a file or a store is asked
 _held: dict[object, _Held] = {}  # by the roots' keys
-_over: list[_Held] = []  # given back, and not told so yet: the thread does it
+_over: list[_Held] = []  # given back, and not told so yet: their threads do it
 _tokens: set[str] = set()  # of this process: held, or about to be
 _taking: set[tuple[object, int]] = set()  # roots, and the threads that wait for them
-_renewer: tuple[threading.Thread, threading.Event] | None = None
 
 
 def _now_s() -> float:
@@ -52,8 +53,48 @@ class _Held:
         self.record, self.holder = record, holder
         self.shares: set[int] = set()
         self.is_lost = False
-        self.has_warned = False  # of a renewal that failed
         self._renewed_s = began_s
+        self._stop: SimpleQueue[None] = SimpleQueue()  # an Event's lock: not at any line
+        self._thread = threading.Thread(target=self._keep, name="dcpx-root", daemon=True)
+
+    def begin_to_renew(self) -> None:
+        """Starts the thread. Not under `_guard`: the new one may collect a manager before it says
+        that it has begun.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the interpreter ends
+            logger.warning("no thread to renew the lock of '%s': %s", self.path, error)
+
+    def _keep(self) -> None:
+        has_warned = False
+        while self._waits():
+            if _is_taken_out(self):
+                self.end()
+                return
+            try:
+                if not self.renew():
+                    text = "another job has taken '%s': the next save here is refused"
+                    logger.error(text, self.path)
+                    return
+            except StorageError as error:
+                if not has_warned:
+                    text = "'%s': the record of its holder is not renewed: %s"
+                    logger.warning(text, self.path, error)
+                has_warned = True
+
+    def _waits(self) -> bool:
+        """Waits until the next renewal. Returns False where the thread is to end."""
+        with suppress(Empty):
+            self._stop.get(timeout=_RENEW_S)
+            return False
+        return True
+
+    def stop(self, deadline: Deadline | None = None) -> None:
+        """Ends the thread, and waits for that until the deadline, if there is one."""
+        self._stop.put(None)
+        if deadline is not None and self._thread.is_alive():
+            self._thread.join(deadline.sooner(_JOIN_S).remaining_s)
 
     def renew(self) -> bool:
         """Writes the record anew, or its end. Returns whether it was still this process'."""
@@ -91,6 +132,7 @@ class _Held:
 
     def drop(self) -> None:
         """Gives up what proves that this process holds it."""
+        self.stop()
         self.record.close()
         _tokens.discard(self.holder.token)
 
@@ -171,9 +213,10 @@ class RootLock:
             if taken is None:
                 _tokens.discard(holder.token)
         if taken is not None:
+            held = _Held(record, taken, began_s)
             with _guard.held():
-                _held[record.key] = _Held(record, taken, began_s)
-            _begin_to_renew()
+                _held[record.key] = held
+            held.begin_to_renew()
 
     def check(self) -> None:
         """Looks whether the root is still this process', as a save is about to commit.
@@ -234,13 +277,9 @@ def _give_back(share: int, *, is_collected: bool = False) -> None:
 
 
 def _forget(key: object, held: _Held) -> None:
-    """Drops a root from the table, and ends the thread behind the last one. REQUIRES: _guard."""
-    global _renewer
+    """Drops a root from the table. REQUIRES: _guard."""
     if _held.get(key) is held:
         del _held[key]
-    if not _held and _renewer is not None:
-        _renewer[1].set()
-        _renewer = None
 
 
 class _Watch:
@@ -312,28 +351,12 @@ def _fate(holder: Holder, is_locked: bool | None, key: object) -> str:
     return holder.fate(is_locked)
 
 
-# ---- The thread ---------------------------------------------------------------------------------
-
-
-def _begin_to_renew() -> None:
-    """Starts the thread, unless there is one.
-
-    Not under `_guard`: the new thread may collect a manager before it says that it has begun.
-    """
-    global _renewer
-    stop = threading.Event()
-    thread = threading.Thread(target=_renew, args=(stop,), name="dcpx-root", daemon=True)
-    with _guard.held():
-        if _renewer is not None:
-            return
-        _renewer = thread, stop
-    try:
-        thread.start()
-    except RuntimeError as error:  # the interpreter ends
-        logger.warning("no thread to renew the lock of a root: %s", error)
-        with _guard.held():
-            if _renewer is not None and _renewer[0] is thread:
-                _renewer = None
+def _is_taken_out(held: _Held) -> bool:
+    """Takes a root that was given back from those to be told so; False where another did."""
+    with suppress(ValueError):
+        _over.remove(held)
+        return True
+    return False
 
 
 def _end_collected() -> None:
@@ -343,33 +366,11 @@ def _end_collected() -> None:
             _over.pop().end()
 
 
-def _renew(stop: threading.Event) -> None:
-    is_last = False
-    while not is_last:
-        is_last = stop.wait(_RENEW_S)
-        _end_collected()
-        for held in () if is_last else list(_held.values()):
-            try:
-                if held.is_lost or held.renew():
-                    continue
-                logger.error("another job has taken '%s': the next save here is refused", held.path)
-            except StorageError as error:
-                if held.has_warned:
-                    continue
-                held.has_warned = True
-                logger.warning(
-                    "'%s': the record of its holder is not renewed: %s", held.path, error
-                )
-
-
 def end_all(deadline: Deadline, *, gives_back: bool) -> None:
-    """Ends the thread as the interpreter ends, and gives the roots back if nothing saves there."""
-    global _renewer
-    with _guard.held():
-        renewer, _renewer = _renewer, None
-    if renewer is not None:
-        renewer[1].set()
-        renewer[0].join(deadline.sooner(_JOIN_S).remaining_s)
+    """Ends the threads as the interpreter ends, and gives the roots back if nothing saves there."""
+    for held in [*_held.values(), *_over]:
+        held.stop(deadline)
+    _end_collected()
     for key, held in list(_held.items()) if gives_back else ():
         with _guard.held():
             _forget(key, held)
@@ -378,8 +379,8 @@ def end_all(deadline: Deadline, *, gives_back: bool) -> None:
 
 def _forget_parents_locks() -> None:
     """In a forked child: the roots are its parent's."""
-    global _guard, _renewer
-    _guard, _renewer = Guard(), None
+    global _guard
+    _guard = Guard()
     for held in _held.values():
         held.shares.clear()
         held.record.close()  # closing alone leaves the flock to the parent
