@@ -104,4 +104,6 @@ def elsewhere(**more: Any) -> Holder:
 
 
 def put(root: Path, holder: Holder, number: int = 1) -> None:
-    (root / root_lock_name(number)).write_bytes(holder.encoded())
+    beside = root.with_name(f"{root.name}.record")
+    beside.write_bytes(holder.encoded())
+    beside.rename(root / root_lock_name(number))  # nobody finds a half
