@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -116,6 +117,27 @@ def test_who_only_reads_needs_no_lock(tmp_path: Path, jobs: Callable[..., Job]) 
     with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
         manager.delete(4)
     assert manager.tags() == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("copy_function", [shutil.copy2, os.link], ids=["copy", "links"])
+@pytest.mark.parametrize("flags", [(), ("no-flock",)])
+def test_copy_of_a_live_root_is_a_root_of_its_own(
+    tmp_path: Path,
+    jobs: Callable[..., Job],
+    flags: tuple[str, ...],
+    copy_function: Callable[[str, str], object],
+) -> None:
+    first, copied = jobs(*flags), tmp_path / "copied"
+    assert first.tell("save 1") is None
+    shutil.copytree(
+        tmp_path, copied, copy_function=copy_function, ignore=shutil.ignore_patterns("copied")
+    )
+    with manager_of(copied) as manager:
+        save(manager, 2)
+        assert locks(copied) == [root_lock_name(2)]
+        assert first.tell("save 3") is None
+        save(manager, 4)
+    assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
 
 
 def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[..., Job]) -> None:

@@ -103,8 +103,17 @@ def test_link_in_place_of_the_record_is_not_followed(
     assert victim.read_text() == "mine"
 
 
+def test_job_of_another_machine_may_know_the_root_by_another_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.3)
+    put(tmp_path, elsewhere(root="inode:1@0"))
+    with pytest.raises(ConcurrentSaveError, match="node7"):
+        save(manager_of(tmp_path), 1)
+
+
 def test_flock_tells_of_another_container(tmp_path: Path) -> None:
-    near = Holder.own()._replace(token="other", space="pid:[1]", has_flock=True)
+    near = Holder.own("")._replace(token="other", space="pid:[1]", has_flock=True)
     put(tmp_path, near)
     with (tmp_path / root_lock_name(1)).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -116,7 +125,7 @@ def test_flock_tells_of_another_container(tmp_path: Path) -> None:
 def test_stolen_root_is_noticed_by_the_next_save(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1)
-    put(tmp_path, Holder.own()._replace(pid=os.getppid(), start="", token="other"), 2)
+    put(tmp_path, Holder.own("")._replace(pid=os.getppid(), start="", token="other"), 2)
     with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
         save(manager, 2)
     assert manager_of(tmp_path).tags() == ["step-1"]
