@@ -24,7 +24,7 @@ from torch_dcpx.errors import (
     must_be,
 )
 from torch_dcpx.manager.directory_root import DirectoryRoot
-from torch_dcpx.manager.newest import doubts, new_run, ranked, to_ask
+from torch_dcpx.manager.newest import Runs, doubts, new_run, ranked, to_ask
 from torch_dcpx.manager.pointer import Pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
@@ -35,6 +35,7 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 from torch_dcpx.storage.paths import AnyPath, checked_location
+from torch_dcpx.storage.root_record import identity_of
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -92,7 +93,7 @@ class ManagerRoot:
         self._guard = Guard()
         self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
-        self._run: str | None = None  # as the pointer names it; None: not read yet
+        self._runs: Runs | None = None  # None: not read yet
         self._committing: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
@@ -161,8 +162,6 @@ class ManagerRoot:
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
-        if self._run is None:
-            self._read()
         stored, skipped = self._whole(self.files.directories())
         self._damaged &= {found.save_id for found in stored}
         return stored, skipped
@@ -172,7 +171,7 @@ class ManagerRoot:
         stored, skipped = self.listed()
         whole, _ = self._whole((tag for tag, _ in skipped), looks_at_data=False)
         lost = [each for each in whole if each.is_ours]  # of a copy the original may be whole
-        together = ranked([*stored, *lost], self.run)
+        together = ranked([*stored, *lost], self.runs)
         return together, self.damaged | {found.save_id for found in lost}
 
     def remove(self, tag: str) -> None:
@@ -212,13 +211,28 @@ class ManagerRoot:
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = None
-        self._run = "" if pointer is None else pointer.run
-        return pointer or Pointer()
+        pointer = pointer or Pointer()
+        root = identity_of(self.path)
+        run = new_run(f"{self.path} {root}")
+        self._runs = Runs(pointer.run or run, root, pointer.earlier)
+        if pointer.root not in ("", root):  # the run may go on where this was copied from
+            begun = [s for s in self._whole(pointer.committing)[0] if s.run == pointer.run]
+            last = max([pointer.order, *(s.order for s in begun)])
+            self._runs = Runs(run, root, {**pointer.earlier, pointer.run: last})
+        return pointer
 
     @property
-    def run(self) -> str:
-        """The run that saves here: that of the pointer, or one that begins."""
-        return self._run or new_run(self.path)
+    def runs(self) -> Runs:
+        """The run that saves here, and those whose checkpoints are the root's own, too."""
+        if self._runs is None:
+            self._read()
+        return self._runs  # type: ignore[return-value]
+
+    def _bound_runs(self, runs: Runs) -> None:
+        """Forgets the runs of which no checkpoint is left: the list is no longer than theirs."""
+        found = {each.run for each in self.remembered()[0]}
+        earlier = {run: last for run, last in runs.earlier.items() if run in found}
+        self._runs = runs._replace(earlier=earlier)
 
     def doubts(self, chosen: Stored, passed: Collection[str]) -> Skipped:
         """Returns, and logs, whole checkpoints that may be newer than what was just chosen.
@@ -231,7 +245,7 @@ class ManagerRoot:
             with suppress(DcpxError):  # not whole: a save may be under way
                 known[name] = self.examined(name)
         others = [s for tag, s in known.items() if tag != chosen.tag and tag not in passed]
-        found = doubts(ranked(others, self.run), chosen)
+        found = doubts(ranked(others, self.runs), chosen, self.runs)
         self._warn(found)
         return found
 
@@ -273,7 +287,7 @@ class ManagerRoot:
                     raise
                 if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
-        return ranked(stored, self.run), tuple(skipped)
+        return ranked(stored, self.runs), tuple(skipped)
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
@@ -285,6 +299,8 @@ class ManagerRoot:
             self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
+        if self.runs.earlier and (found is None or found.root != self.runs.root):
+            self._bound_runs(self.runs)
         with self._own():
             order, self._next_order = self._next_order, self._next_order + 1
         return order
@@ -369,7 +385,7 @@ class ManagerRoot:
             committing = tuple(tag for tag in self._committing if tag != ended)
             damaged = tuple(sorted(self._damaged))
             pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
-            self.files.write(pointer._replace(run=self.run))
+            self.files.write(pointer._replace(**self.runs._asdict()))
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:
