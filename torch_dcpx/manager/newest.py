@@ -11,10 +11,11 @@ Only the first are the manager's own: retention neither counts nor removes what 
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch_dcpx.manager.stored import Record, Skipped, Stored
@@ -29,6 +30,8 @@ _TOKEN = re.compile(
 _DIGIT = re.compile("[0-9]")
 _PROCESS = uuid.uuid4()
 _MAX_ASKED = 16
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class Runs(NamedTuple):
@@ -95,20 +98,27 @@ def is_older_by_name(name: str, chosen: Stored) -> bool:
     return is_lower(name, chosen.tag) or (chosen.record is not None and is_lower(name, step))
 
 
-def to_ask(names: Iterable[str], chosen: Stored) -> list[str]:
-    """Returns the names, at most 16, that do not say that they are older: of each form the highest
-    first.
+def to_ask(names: Iterable[str], chosen: Stored, date: Callable[[str], int]) -> list[str]:
+    """Returns the names, at most 16, that have a later date than the chosen one, or do not say that
+    they are older: the later ones first, then of each form the highest. It logs that there are more.
     """
-    found = [name for name in names if not is_older_by_name(name, chosen)]
+    begin = date(chosen.tag)
+    later = {name for name in names if date(name) > begin}
+    found = [name for name in names if name in later or not is_older_by_name(name, chosen)]
     found.sort(key=lambda name: numbered(name)[1], reverse=True)
     places: Counter[str] = Counter()
 
-    def place(name: str) -> int:
+    def place(name: str) -> tuple[bool, int]:
         form = numbered(name)[0]
         places[form] += 1
-        return places[form]
+        return name not in later, places[form]
 
-    return sorted(found, key=place)[:_MAX_ASKED]
+    found.sort(key=place)
+    if len(found) > _MAX_ASKED:
+        text = "'%s' is taken; of the %d names beside it that may be newer only %d are looked at, "
+        text += "not '%s', for one"
+        logger.warning(text, chosen.path, len(found), _MAX_ASKED, found[_MAX_ASKED])
+    return found[:_MAX_ASKED]
 
 
 def doubts(others: Iterable[Stored], chosen: Stored, runs: Runs) -> Skipped:
@@ -120,8 +130,8 @@ def doubts(others: Iterable[Stored], chosen: Stored, runs: Runs) -> Skipped:
     for other in others:
         why = _doubt(other, chosen, runs)
         if why and not any(is_lower(other.tag, tag) for tag, _ in told):
-            way_out = f"'{chosen.tag}' was taken; tag='{other.tag}' takes this one"
-            told.append((other.tag, f"whole, but {why}: {way_out}"))
+            taken = f"'{chosen.tag}' was taken, {_why(chosen, other)}"
+            told.append((other.tag, f"whole, but {why}: {taken}; tag='{other.tag}' takes this one"))
     return tuple(told)
 
 
@@ -141,4 +151,19 @@ def _doubt(other: Stored, chosen: Stored, runs: Runs) -> str:
             return ""
     if not other.is_in_place:
         return f"its record names '{record.tag}', so it is a copy, or was renamed"
+    if record.run and record.run == getattr(taken, "run", None):
+        return "it is a later commit than the pointer knows, perhaps of a copied root"
     return "it is of another run"
+
+
+def _why(chosen: Stored, other: Stored) -> str:
+    """Returns why this one of two comes first."""
+    if chosen.record is not None:
+        of = "this root" if chosen.is_ours else "all runs" if chosen.is_in_place else "all copies"
+        return f"the last commit of {of}"
+    if other.record is not None:
+        return "for it is no copy"
+    (form, numbers), (_, others) = numbered(chosen.tag), numbered(other.tag)
+    if form == numbered("step-0")[0]:
+        return "for its name is 'step-N'"
+    return "for the numbers in its name" if numbers > others else "the last by the alphabet"

@@ -17,22 +17,14 @@ from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Guard
-from torch_dcpx.errors import (
-    DcpxError,
-    OutcomeUnknownError,
-    StorageError,
-    must_be,
-)
+from torch_dcpx.errors import DcpxError, OutcomeUnknownError, StorageError, must_be
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.newest import Runs, doubts, new_run, ranked, to_ask
 from torch_dcpx.manager.pointer import Pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.storage.names import (
-    METADATA_NAME,
-    POINTER_NAME,
-)
+from torch_dcpx.storage.names import METADATA_NAME, POINTER_NAME
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 from torch_dcpx.storage.paths import AnyPath, checked_location
 from torch_dcpx.storage.root_record import identity_of
@@ -186,7 +178,8 @@ class ManagerRoot:
         self._damaged.update(pointer.damaged)
         self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
-        if not (found and found[0].is_ours):  # who saved the others moves no pointer
+        # Who saved the others moves no pointer.
+        if not (found and found[0].is_ours) or self._is_put_back(pointer, found[0]):
             found, skipped = self.listed()
         self._warned.clear()
         self._warn(skipped)
@@ -235,19 +228,32 @@ class ManagerRoot:
         self._runs = runs._replace(earlier=earlier)
 
     def doubts(self, chosen: Stored, passed: Collection[str]) -> Skipped:
-        """Returns, and logs, whole checkpoints that may be newer than what was just chosen.
-
-        Where the pointer led to it, it examines only those that are not older by their names.
-        """
-        known = {tag: row[1] for tag, row in list(self._known.items())}
-        names = [name for name in self.files.directories() if name not in known]
-        for name in to_ask(names, chosen):
-            with suppress(DcpxError):  # not whole: a save may be under way
-                known[name] = self.examined(name)
-        others = [s for tag, s in known.items() if tag != chosen.tag and tag not in passed]
-        found = doubts(ranked(others, self.runs), chosen, self.runs)
+        """Returns, and logs, whole checkpoints that may be newer than what was just chosen."""
+        others = [s for s in self._seen() if s.tag != chosen.tag and s.tag not in passed]
+        found = doubts(others, chosen, self.runs)
         self._warn(found)
         return found
+
+    def _seen(self) -> list[Stored]:
+        """Returns what `newest` has examined, the newest first."""
+        return ranked((row[1] for row in list(self._known.values())), self.runs)
+
+    def _is_put_back(self, pointer: Pointer, chosen: Stored) -> bool:
+        """Returns, and logs, whether the pointer is older than a later commit of the root's own.
+
+        It examines only what is not older than the chosen one by its name, or later by its date.
+        """
+        names = [n for n in self.files.directories() if n not in self._known]
+        for name in to_ask(names, chosen, self.files.committed_ns):
+            if name not in self._committing:
+                with suppress(DcpxError):  # not whole: a save may be under way
+                    self.examined(name)
+        newer = [s for s in self._seen() if s.is_ours and s.order > pointer.order]
+        if newer:
+            text = "'%s' names '%s', but '%s' is a later commit: an earlier file was put back, or "
+            text += "a job commits at this moment"
+            logger.warning(text, self.path / POINTER_NAME, chosen.tag, newer[0].tag)
+        return bool(newer)
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
         """Returns the newest of all directories but these tags, as `newest`; notes nothing."""

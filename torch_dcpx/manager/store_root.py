@@ -106,9 +106,7 @@ class StoreRoot:
         return list(filter(is_tag, self._place.prefixes()))
 
     def is_foreign(self, name: str) -> bool:
-        """Returns whether an entry of the root is no manager's, no checkpoint, a removed one, or
-        only the mark of a save that failed.
-        """
+        """Returns whether an entry is not ours, no checkpoint, removed, or a failed save's mark."""
         within = ObjectPlace(self.path / name).names()
         if not within:
             return not is_of_checkpoint(name)
@@ -198,6 +196,10 @@ class StoreRoot:
     def identity(self, tag: str) -> tuple[str] | None:
         """Returns the tag of a `.metadata`, new with each save; None of a missing one."""
         return ObjectPlace(self.path / tag).identity(METADATA_NAME)
+
+    def committed_ns(self, tag: str) -> int:
+        """Returns 0: a date would cost a request."""
+        return 0
 
     def is_there(self, tag: str, doing: str) -> bool:
         """Returns True: something may lie there, and nothing is a link."""
