@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from root_jobs import NEVER, PROOFS, Job, locks, manager_of, save, snapshot
+from root_jobs import NEVER, PROOFS, Job, alarm, locks, manager_of, save, snapshot
 from support.machine import seconds
+from trainings import damage, large
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, ConcurrentSaveError
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, CorruptionError
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name
@@ -138,6 +139,29 @@ def test_copy_of_a_live_root_is_a_root_of_its_own(
         assert first.tell("save 3") is None
         save(manager, 4)
     assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
+
+
+def test_reader_notes_damage_only_where_it_can_hold_the_root(
+    tmp_path: Path, jobs: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state={"x": large(step)})
+    damage(tmp_path / "step-2")
+    job, pointer = jobs(_ENDING_S=NEVER), tmp_path / "newest"
+    assert job.tell("save 3") is None
+    before = pointer.read_bytes()
+    with alarm():
+        reader = manager_of(tmp_path)
+        with pytest.raises(CorruptionError):
+            reader.resume(state={"x": large(0)}, tag=2)
+        reader._root.tell_damaged()
+    assert "later jobs are not told what is damaged" in caplog.text
+    assert (pointer.read_bytes(), len(locks(tmp_path))) == (before, 1)
+    assert job.tell("close") is None
+    reader._root.tell_damaged()
+    assert b"damaged" in pointer.read_bytes()
+    assert jobs().tell("save 4") is None
 
 
 def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[..., Job]) -> None:

@@ -48,6 +48,7 @@ class DirectoryRoot:
     """A root directory. Holds nothing open but the lock of its saves."""
 
     has_locks: ClassVar[bool] = True  # of readers, which keep what they read from removal
+    is_conditional: ClassVar[bool] = False  # whether `write` sees what another job has written
 
     def __init__(self, path: Path, *, is_durable: bool) -> None:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""

@@ -100,7 +100,7 @@ def is_older_by_name(name: str, chosen: Stored) -> bool:
 
 def to_ask(names: Iterable[str], chosen: Stored, date: Callable[[str], int]) -> list[str]:
     """Returns the names, at most 16, that have a later date than the chosen one, or do not say that
-    they are older: the later ones first, then of each form the highest. It logs that there are more.
+    they are older: the later ones first, then of each form the highest. Logs that there are more.
     """
     begin = date(chosen.tag)
     later = {name for name in names if date(name) > begin}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
@@ -129,19 +129,17 @@ class ManagerRoot:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
         It changes nothing else there: this job may only read, beside one that saves. It logs a
-        failure: later jobs see the damage themselves.
+        failure, as where another job holds the root: later jobs see the damage themselves.
         """
-        with self._own():
-            try:
-                found = self.files.read() or Pointer()
-                damaged = tuple(sorted(self._damaged))
-                if damaged != found.damaged:
-                    pointer = found._replace(damaged=damaged)
-                    self.files.write(pointer)
-            except DcpxError as error:
-                logger.warning(
-                    "later jobs are not told what is damaged beneath '%s': %s", self.path, error
-                )
+        damaged = tuple(sorted(self._damaged))
+        try:
+            if damaged != (self.files.read() or Pointer()).damaged:
+                with nullcontext() if self.files.is_conditional else self.held(0.0), self._own():
+                    found = self.files.read() or Pointer()
+                    self.files.write(found._replace(damaged=damaged))
+        except DcpxError as error:
+            text = "later jobs are not told what is damaged beneath '%s': %s"
+            logger.warning(text, self.path, error)
 
     @property
     def damaged(self) -> frozenset[str]:

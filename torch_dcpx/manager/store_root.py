@@ -82,13 +82,13 @@ class StoreRoot:
         """
         self.path = path
         self._grace_s = grace_s
-        self._is_conditional = is_conditional
+        self.is_conditional = is_conditional
         self.lock = RootLock(path, self._record)
         self._seen: Pointer | None = None  # as this process has read or written it last
         self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
 
     def _record(self) -> ObjectRecord:
-        return ObjectRecord(self._place, is_conditional=self._is_conditional)
+        return ObjectRecord(self._place, is_conditional=self.is_conditional)
 
     @property
     def _place(self) -> ObjectPlace:
@@ -171,7 +171,7 @@ class StoreRoot:
     def _attempt(self, pointer: Pointer, tag: str | None) -> StorageError | None:
         bucket, key = self._place.bucket, self._place.key(POINTER_NAME)
         try:
-            if self._is_conditional:
+            if self.is_conditional:
                 bucket.put_if(key, [encoded_pointer(pointer)], tag)
             else:
                 bucket.put_again(key, encoded_pointer(pointer))
