@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
@@ -18,7 +19,8 @@ from support.machine import seconds
 from trainings import damage, large
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, ConcurrentSaveError, CorruptionError
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, CorruptionError, StorageError
+from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name
@@ -241,10 +243,33 @@ def test_two_managers_commit_at_once(tmp_path: Path) -> None:
     assert len(manager_of(tmp_path).tags()) == 40
 
 
-def test_manager_that_nobody_has_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
-    manager = manager_of(tmp_path)
-    save(manager, 1)
+@pytest.mark.parametrize("keeps_handle", [True, False])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_manager_that_nobody_has_frees_the_root(
+    tmp_path: Path, jobs: Callable[..., Job], is_async: bool, keeps_handle: bool
+) -> None:
+    manager = manager_of(tmp_path, async_save=is_async)
+    handle = manager.save(1, state={"x": torch.ones(8)})
+    handle.result()
     manager.wait()  # the removal of old checkpoints has it
+    if not keeps_handle:
+        del handle
+    del manager
+    gc.collect()
+    assert jobs().tell("save 2") is None
+
+
+def test_manager_that_nobody_has_frees_the_root_behind_a_save_that_failed(
+    tmp_path: Path, jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StorageError("it fails", errno=errno.EIO)
+
+    monkeypatch.setattr(DirectoryRoot, "check_save", fails)
+    manager = manager_of(tmp_path, async_save=True)
+    handle = manager.save(1, state={"x": torch.ones(8)})
+    assert isinstance(handle.exception(), StorageError)
+    dcpx.wait()
     del manager
     gc.collect()
     assert jobs().tell("save 2") is None
