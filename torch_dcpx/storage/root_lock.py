@@ -284,7 +284,7 @@ class _Watch:
         is_alive = fate == "alive" or self._renewals > 1
         if self._deadline.has_passed or (is_alive and self._deadline.waited_s >= _ENDING_S):
             raise self._refused(owner)
-        if not self._has_logged:
+        if not self._has_logged and (holder is None or not holder.is_this_process):
             self._has_logged = True
             text = "save beneath '%s': %s holds it; waiting up to %.0f s for its end"
             logger.warning(text, self._record.path, owner, self._deadline.timeout_s)

@@ -132,9 +132,12 @@ class FileRecord:
 
     def take(self, seen: Seen, holder: Holder) -> Holder | None:
         number = (seen.version or 0) + 1
-        name = root_lock_name(number)
-        path = self.path / name
         with Directory(self.path) as directory:
+            names = directory.names()
+            while root_lock_name(number) in names and number not in _numbers(directory):
+                number += 1  # a stranger's name
+            name = root_lock_name(number)
+            path = self.path / name
             try:
                 flags = _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL
                 fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
@@ -193,8 +196,9 @@ class FileRecord:
 
 
 def _numbers(directory: Directory) -> list[int]:
-    found = map(root_lock_number, directory.names())
-    return [number for number in found if number is not None]
+    """Returns the numbers of all records. What is no regular file is none."""
+    found = {name: root_lock_number(name) for name in directory.names()}
+    return [n for name, n in found.items() if n is not None and directory.is_regular(name)]
 
 
 def _overwrite(fd: int, content: bytes) -> None:
