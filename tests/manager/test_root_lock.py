@@ -189,3 +189,30 @@ def _until(is_done: Callable[[], bool], limit_s: float) -> None:
             return
         ended.wait(0.02)
     raise AssertionError("it did not happen")
+
+
+def test_thread_that_renews_begins_where_others_may_have_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it says that it has begun it may collect a manager, which waits for the guard."""
+    begun: list[bool] = []
+
+    class Collecting(threading.Thread):
+        def start(self) -> None:
+            if self.name == "dcpx-root":
+                other = threading.Thread(target=collect, daemon=True)
+                other.start()
+                other.join(seconds(20))
+                begun.append(not other.is_alive())
+            super().start()
+
+    def collect() -> None:
+        with root_lock._guard.held():
+            pass
+
+    monkeypatch.setattr(root_lock, "_held", {})
+    monkeypatch.setattr(root_lock, "_renewer", None)
+    monkeypatch.setattr(threading, "Thread", Collecting)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+    assert begun == [True]
