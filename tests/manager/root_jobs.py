@@ -20,6 +20,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name, root_lock_number
+from torch_dcpx.storage.root_record import identity_of
 
 WORKER = Path(__file__).with_name("root_holder_worker.py")
 NEVER = 1e6
@@ -99,11 +100,12 @@ def locks(root: Path) -> list[str]:
 
 def elsewhere(**more: Any) -> Holder:
     """Returns the record of a job on another machine."""
-    own = Holder.own()._replace(host="node7", pid=4711, boot="another", space="pid:[1]")
+    own = Holder.own("")._replace(host="node7", pid=4711, boot="another", space="pid:[1]")
     return own._replace(token="other", has_flock=True, **more)
 
 
 def put(root: Path, holder: Holder, number: int = 1) -> None:
+    """Writes a record of a root, unless its holder names another one."""
     beside = root.with_name(f"{root.name}.record")
-    beside.write_bytes(holder.encoded())
+    beside.write_bytes(holder._replace(root=holder.root or identity_of(root)).encoded())
     beside.rename(root / root_lock_name(number))  # nobody finds a half

@@ -81,7 +81,8 @@ def test_where_names_have_no_order_it_is_said(
     put(tmp_path, taken, other)
     tag, _, told = resumed(tmp_path)
     assert {tag, *told} == {taken, other} and tag is not None
-    assert f"'{tag}' was taken; tag='{told[0]}' takes this one" in caplog.text
+    reason = caplog.text
+    assert f"'{tag}' was taken, " in reason and f"; tag='{told[0]}' takes this one" in reason
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     caplog.clear()
     assert manager_of(tmp_path).resume(tag=told[0]).skipped == ()
@@ -145,7 +146,9 @@ def test_later_save_of_stock_counts_where_the_pointer_names_one_of_stocks(tmp_pa
     assert resumed(tmp_path)[0] == "step-4"
 
 
-def test_of_many_directories_the_highest_of_each_form_are_looked_at(tmp_path: Path) -> None:
+def test_of_many_directories_the_highest_of_each_form_are_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, *range(100, 120), 1)
     put(tmp_path, "last", "epoch_3")
@@ -154,8 +157,10 @@ def test_of_many_directories_the_highest_of_each_form_are_looked_at(tmp_path: Pa
     chosen, _ = fresh.newest()
     assert chosen is not None
     names = fresh.files.directories()
-    assert to_ask(names, chosen)[:3] == ["step-119", "epoch_3", "last"]
-    assert len(to_ask(names, chosen)) == 16
+    asked = to_ask(names, chosen, lambda name: name == "step-107")
+    assert (asked[:4], len(asked)) == (["step-107", "step-119", "epoch_3", "last"], 16)
+    assert "of the 22 names beside it that may be newer only 16 are looked at" in caplog.text
+    assert "not 'step-105', for one" in caplog.text
 
 
 def test_what_is_not_whole_is_no_doubt(tmp_path: Path) -> None:
@@ -173,3 +178,22 @@ def test_forms_keep_what_is_no_number() -> None:
     assert numbered("a3b1.5")[0] != numbered("a1.5b3")[0]
     assert numbered("step-20000000") == ("step-\0", (20_000_000,))
     assert numbered("1999-12-31")[1] == (19991231,) != numbered("1899-12-31")[1]
+
+
+@pytest.mark.parametrize(
+    ("taken", "other", "why"),
+    [
+        ("checkpoint-1000-bad", "checkpoint-1000", "the last by the alphabet"),
+        ("run2-step-5", "run1-step-9", "for the numbers in its name"),
+        ("v1.9", "v1.10", "the last by the alphabet"),
+        ("step-8", "step_9", "for its name is 'step-N'"),
+    ],
+)
+def test_why_one_was_taken_and_the_other_was_not(
+    tmp_path: Path, taken: str, other: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(tmp_path, taken, other)
+    info = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
+    ((tag, reason),) = info.skipped
+    assert (info.tag, tag) == (taken, other) and reason in caplog.text
+    assert f"its name does not say that it is older: '{taken}' was taken, {why};" in reason

@@ -288,3 +288,64 @@ def test_same_call_is_compared() -> None:
         check_same_call([same, Call("save", {"tag": "b", "model": "one", "optimizer": "one"})])
     with pytest.raises(PlanError, match="rank 2 called resume, rank 0 save"):
         check_same_call([same, same, Call("resume", {})])
+
+
+# ---- A pointer that is older than what lies there ------------------------------------------------
+
+
+def put_back(root: Path, earlier: bytes, *steps: int) -> None:
+    """Saves more, and puts an earlier pointer back, as a backup does; dates are in order."""
+    with manager_of(root) as manager:
+        manager.resume()
+        save_steps(manager, *steps)
+    (root / "newest").write_bytes(earlier)
+    for second, step in enumerate(steps, 1):
+        os.utime(root / f"step-{step}" / ".metadata", (2e9 + second, 2e9 + second))
+
+
+@pytest.mark.parametrize("steps", [(7, 8), (8, 7), (3, 4)], ids=["on", "down", "back"])
+def test_later_commit_counts_where_an_earlier_pointer_was_put_back(
+    tmp_path: Path, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 5, 6)
+    put_back(tmp_path, (tmp_path / "newest").read_bytes(), *steps)
+    with manager_of(tmp_path) as manager:
+        target = {"x": torch.zeros(3)}
+        info = manager.resume(state=target)
+        assert (info.step, info.skipped, target["x"][0]) == (steps[-1], (), steps[-1])
+        assert f"names 'step-6', but 'step-{steps[-1]}' is a later commit" in caplog.text
+        save_steps(manager, 9)
+    assert manager_of(tmp_path).tags()[-2:] == [f"step-{steps[-1]}", "step-9"]
+
+
+def test_later_commit_counts_behind_many_higher_steps_of_before(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), *range(10, 40))
+    with manager_of(tmp_path) as manager:
+        manager.resume(tag=10)
+        save_steps(manager, 11)
+    put_back(tmp_path, (tmp_path / "newest").read_bytes(), 12)
+    assert manager_of(tmp_path).resume().step == 12
+
+
+def test_going_back_is_no_pointer_that_was_put_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 100, 200, 300)
+    with manager_of(tmp_path) as manager:
+        manager.resume(tag=100)
+        save_steps(manager, 110, 120)
+        manager.delete(120)  # the pointer names an older commit than the last
+    info = manager_of(tmp_path).resume()
+    assert (info.step, info.skipped, caplog.text) == (110, (), "")
+
+
+def test_later_commit_in_a_copied_root_is_said(tmp_path: Path) -> None:
+    """Copied while a job saved: it may also have come from there afterwards."""
+    root, other = tmp_path / "root", tmp_path / "other"
+    save_steps(manager_of(root), 1)
+    shutil.copytree(root, other)
+    save_steps(manager_of(root), 2)
+    shutil.copytree(root / "step-2", other / "step-2")
+    info = manager_of(other).resume()
+    ((tag, reason),) = info.skipped
+    assert (info.step, tag) == (1, "step-2") and "later commit than the pointer knows" in reason

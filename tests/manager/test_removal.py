@@ -16,7 +16,7 @@ import pytest
 from support.machine import seconds
 from trainings import manager_of, on_disk, save_steps
 
-from torch_dcpx import ConcurrentSaveError, UnsupportedError, WriteOptions
+from torch_dcpx import ConcurrentSaveError, StorageError, UnsupportedError, WriteOptions
 from torch_dcpx.manager import removal
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage.directory import Directory
@@ -50,6 +50,23 @@ def test_data_go_behind_their_metadata_durably(
     small = [call for call in calls if call[1].startswith(".dcpx.")]
     assert calls == [("rename", ".metadata"), ("sync", ""), *data, ("sync", ""), *small] and data
     assert on_disk(tmp_path) == {"step-2"}
+
+
+def test_nothing_goes_where_the_root_keeps_the_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2)
+    before = {file.name for file in (tmp_path / "step-1").iterdir()}
+    tmp_path.chmod(0o555)
+    if os.geteuid() == 0:  # who may do all
+        monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != tmp_path)
+    with pytest.raises(StorageError, match=r"may not write to .* nothing was removed") as info:
+        manager.delete(1)
+    tmp_path.chmod(0o755)
+    assert (info.value.errno, info.value.path) == (errno.EACCES, str(tmp_path))
+    assert {file.name for file in (tmp_path / "step-1").iterdir()} == before
+    assert manager.tags() == ["step-1", "step-2"]
 
 
 def test_trash_goes_when_no_lock_of_it_is_open(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -12,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from root_jobs import NEVER, PROOFS, Job, locks, manager_of, save, snapshot
+from root_jobs import NEVER, PROOFS, Job, alarm, locks, manager_of, save, snapshot
 from support.machine import seconds
+from trainings import damage, large
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, ConcurrentSaveError
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, CorruptionError, StorageError
+from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name
@@ -118,6 +122,50 @@ def test_who_only_reads_needs_no_lock(tmp_path: Path, jobs: Callable[..., Job]) 
     assert manager.tags() == ["step-2", "step-4"]
 
 
+@pytest.mark.parametrize("copy_function", [shutil.copy2, os.link], ids=["copy", "links"])
+@pytest.mark.parametrize("flags", [(), ("no-flock",)])
+def test_copy_of_a_live_root_is_a_root_of_its_own(
+    tmp_path: Path,
+    jobs: Callable[..., Job],
+    flags: tuple[str, ...],
+    copy_function: Callable[[str, str], object],
+) -> None:
+    first, copied = jobs(*flags), tmp_path / "copied"
+    assert first.tell("save 1") is None
+    shutil.copytree(
+        tmp_path, copied, copy_function=copy_function, ignore=shutil.ignore_patterns("copied")
+    )
+    with manager_of(copied) as manager:
+        save(manager, 2)
+        assert locks(copied) == [root_lock_name(2)]
+        assert first.tell("save 3") is None
+        save(manager, 4)
+    assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
+
+
+def test_reader_notes_damage_only_where_it_can_hold_the_root(
+    tmp_path: Path, jobs: Callable[..., Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state={"x": large(step)})
+    damage(tmp_path / "step-2")
+    job, pointer = jobs(_ENDING_S=NEVER), tmp_path / "newest"
+    assert job.tell("save 3") is None
+    before = pointer.read_bytes()
+    with alarm():
+        reader = manager_of(tmp_path)
+        with pytest.raises(CorruptionError):
+            reader.resume(state={"x": large(0)}, tag=2)
+        reader._root.tell_damaged()
+    assert "later jobs are not told what is damaged" in caplog.text
+    assert (pointer.read_bytes(), len(locks(tmp_path))) == (before, 1)
+    assert job.tell("close") is None
+    reader._root.tell_damaged()
+    assert b"damaged" in pointer.read_bytes()
+    assert jobs().tell("save 4") is None
+
+
 def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[..., Job]) -> None:
     with manager_of(tmp_path) as manager:
         save(manager, 1)
@@ -195,10 +243,33 @@ def test_two_managers_commit_at_once(tmp_path: Path) -> None:
     assert len(manager_of(tmp_path).tags()) == 40
 
 
-def test_manager_that_nobody_has_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
-    manager = manager_of(tmp_path)
-    save(manager, 1)
+@pytest.mark.parametrize("keeps_handle", [True, False])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_manager_that_nobody_has_frees_the_root(
+    tmp_path: Path, jobs: Callable[..., Job], is_async: bool, keeps_handle: bool
+) -> None:
+    manager = manager_of(tmp_path, async_save=is_async)
+    handle = manager.save(1, state={"x": torch.ones(8)})
+    handle.result()
     manager.wait()  # the removal of old checkpoints has it
+    if not keeps_handle:
+        del handle
+    del manager
+    gc.collect()
+    assert jobs().tell("save 2") is None
+
+
+def test_manager_that_nobody_has_frees_the_root_behind_a_save_that_failed(
+    tmp_path: Path, jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StorageError("it fails", errno=errno.EIO)
+
+    monkeypatch.setattr(DirectoryRoot, "check_save", fails)
+    manager = manager_of(tmp_path, async_save=True)
+    handle = manager.save(1, state={"x": torch.ones(8)})
+    assert isinstance(handle.exception(), StorageError)
+    dcpx.wait()
     del manager
     gc.collect()
     assert jobs().tell("save 2") is None

@@ -18,7 +18,7 @@ from torch_dcpx import ConcurrentSaveError
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
-from torch_dcpx.storage.root_record import FileRecord
+from torch_dcpx.storage.root_record import FileRecord, identity_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,21 +91,53 @@ def test_record_that_says_nothing_is_watched(
     assert locks(tmp_path) == [root_lock_name(8)]
 
 
-def test_link_in_place_of_the_record_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("kind", ["link", "directory", "pipe"])
+def test_what_is_no_file_is_no_record(tmp_path: Path, kind: str, number: int) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
     root = tmp_path / "root"
     root.mkdir()
-    (root / root_lock_name(1)).symlink_to(victim)
-    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
-    save(manager_of(root), 1)
+    strange = root / root_lock_name(number)
+    if kind == "link":
+        strange.symlink_to(victim)
+    else:
+        (os.mkdir if kind == "directory" else os.mkfifo)(strange)
+    for step in (1, 2, 3):
+        with alarm(), manager_of(root) as manager:  # nobody waits for the silence of one
+            save(manager, step)
+            own = set(locks(root)) - {strange.name}
+            assert own == {root_lock_name(step + (step >= number))}
+    assert strange.is_symlink() or not strange.is_file()
     assert victim.read_text() == "mine"
 
 
+def test_thread_that_waits_for_another_one_of_its_process_names_no_other_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(root_lock, "_ENDING_S", NEVER)
+    own = Holder.own(identity_of(tmp_path))
+    put(tmp_path, own)
+    monkeypatch.setattr(root_lock, "_tokens", {own.token})  # about to be in the table
+    end = threading.Timer(0.5, root_lock._tokens.clear)
+    end.start()
+    with alarm():
+        save(manager_of(tmp_path), 1)
+    end.join()
+    assert "holds it" not in caplog.text
+
+
+def test_job_of_another_machine_may_know_the_root_by_another_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.3)
+    put(tmp_path, elsewhere(root="inode:1@0"))
+    with pytest.raises(ConcurrentSaveError, match="node7"):
+        save(manager_of(tmp_path), 1)
+
+
 def test_flock_tells_of_another_container(tmp_path: Path) -> None:
-    near = Holder.own()._replace(token="other", space="pid:[1]", has_flock=True)
+    near = Holder.own("")._replace(token="other", space="pid:[1]", has_flock=True)
     put(tmp_path, near)
     with (tmp_path / root_lock_name(1)).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -117,7 +149,7 @@ def test_flock_tells_of_another_container(tmp_path: Path) -> None:
 def test_stolen_root_is_noticed_by_the_next_save(tmp_path: Path) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1)
-    put(tmp_path, Holder.own()._replace(pid=os.getppid(), start="", token="other"), 2)
+    put(tmp_path, Holder.own("")._replace(pid=os.getppid(), start="", token="other"), 2)
     with pytest.raises(ConcurrentSaveError, match="another job's manager saves there"):
         save(manager, 2)
     assert manager_of(tmp_path).tags() == ["step-1"]

@@ -15,7 +15,7 @@ import torch
 from support.saves import save
 from trainings import damage, large, manager_of, on_disk, save_steps
 
-from torch_dcpx import UnsupportedError, export
+from torch_dcpx import CorruptionError, UnsupportedError, export
 from torch_dcpx.manager.stored import Record
 
 
@@ -239,3 +239,107 @@ def test_directories_keep_their_modes(tmp_path: Path) -> None:
         export(root / "step-0", out, keys=["x"], no_dist=True)
     modes = {path.name: path.stat().st_mode & 0o7777 for path in (root, root / "step-1", out)}
     assert modes == dict.fromkeys(("run", "step-1", "out"), 0o2700)
+
+
+# ---- Copies of a whole root ----------------------------------------------------------------------
+
+
+def pointer(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / "newest").read_bytes())
+    return found
+
+
+def fork(root: Path) -> Path:
+    """Returns a copy of a root, where the job went on, too."""
+    save_steps(manager_of(root), 1, 2, 3)
+    other = root.with_name("fork")
+    shutil.copytree(root, other)
+    with manager_of(other) as manager:
+        assert manager.resume().step == 3
+        save_steps(manager, 9)
+    with manager_of(root, keep_last=2) as manager:
+        manager.resume()
+        save_steps(manager, 4, 5)
+    assert (on_disk(root), on_disk(other)) == (
+        {"step-4", "step-5"},
+        {"step-1", "step-2", "step-3", "step-9"},
+    )
+    return other
+
+
+def test_checkpoint_of_a_forked_root_is_the_users(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (fork(root) / "step-9").rename(root / "step-9")
+    with manager_of(root, keep_last=2) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.step, [tag for tag, _ in info.skipped]) == (5, ["step-9"])
+        save_steps(manager, 6, 7, 8, 10)
+    assert on_disk(root) == {"step-8", "step-9", "step-10"}
+
+
+def test_checkpoint_that_a_root_saved_after_its_fork_is_the_users_there(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    other = fork(root)
+    with manager_of(root) as manager:
+        save_steps(manager, 11)
+    (root / "step-11").rename(other / "step-11")
+    with manager_of(other, keep_last=1) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.step, [tag for tag, _ in info.skipped]) == (9, ["step-11"])
+        save_steps(manager, 10, 12)  # what came with the root goes
+    assert on_disk(other) == {"step-11", "step-12"}
+
+
+def test_root_that_moves_keeps_its_checkpoints_and_a_short_list(tmp_path: Path) -> None:
+    """As by rsync to other machines, or where each mount numbers the directory anew."""
+    root = tmp_path / "0"
+    runs = []
+    for move in range(5):
+        with manager_of(root, keep_last=2) as manager:
+            assert manager.resume().step == (move or None)
+            save_steps(manager, move + 1)
+        runs.append(pointer(root)["run"])
+        assert pointer(root).get("earlier", {}) == {
+            run: order for order, run in enumerate(runs[:-1], 1) if order > move - 2
+        }
+        moved = tmp_path / str(move + 1)
+        shutil.copytree(root, moved)
+        shutil.rmtree(root)
+        root = moved
+    assert len(set(runs)) == 5
+    assert on_disk(root) == {"step-4", "step-5"}
+    assert manager_of(root).resume().step == 5
+    with manager_of(root) as manager:
+        save_steps(manager, 6)
+    run = pointer(root)["run"]
+    root = root.rename(tmp_path / "renamed")  # in its file system it stays what it was
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 7)
+    assert (on_disk(root), pointer(root)["run"]) == ({"step-7"}, run)
+
+
+def test_commit_that_was_cut_short_comes_with_the_moved_root(tmp_path: Path) -> None:
+    """Killed between the commit and its pointer."""
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    manager = manager_of(root)
+    save_steps(manager, 1)
+    with manager._root.committing("step-2"):
+        before = (root / "newest").read_bytes()
+    save_steps(manager, 2)
+    (root / "newest").write_bytes(before)
+    root.rename(tmp_path / "killed")
+    shutil.copytree(tmp_path / "killed", moved)
+    with manager_of(moved, keep_last=1) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert (info.step, info.skipped) == (2, ())
+        save_steps(manager, 3)
+    assert on_disk(moved) == {"step-3"}
+
+
+@pytest.mark.parametrize("earlier", [[1], {"a": "1"}, {"a": None}, "ab", 3])
+def test_earlier_runs_that_are_none_are_no_pointer(tmp_path: Path, earlier: Any) -> None:
+    save_steps(manager_of(tmp_path), 1)
+    (tmp_path / "newest").write_text(json.dumps({**pointer(tmp_path), "earlier": earlier}))
+    with pytest.raises(CorruptionError, match="no pointer to a checkpoint"):
+        manager_of(tmp_path)._root.files.read()
+    assert manager_of(tmp_path).latest() == "step-1"

@@ -45,8 +45,8 @@ def test_requests_of_a_save_and_a_resume(
         "list",  # is it whole?
         "get .metadata",
         *["get .metadata", *data],  # the manager's record
+        "list",  # may something be newer than what the pointer names?
         "head .metadata",
-        "list",  # may something be newer that no manager saved?
         *["get .metadata", *data],  # the load
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def elsewhere(**more: Any) -> bytes:
-    own = Holder.own()._replace(host="node7", pid=4711, boot="another", token="other")
+    own = Holder.own("")._replace(host="node7", pid=4711, boot="another", token="other")
     return own._replace(**more).encoded()
 
 
@@ -57,11 +58,13 @@ def test_job_of_another_machine_is_refused_to_until_it_is_gone(
     assert resumed(manager_of(object_prefix)) == 1
 
 
-def test_ended_and_dead_jobs_are_not_waited_for(
+def test_ended_dead_and_copied_jobs_are_not_waited_for(
     object_server: ObjectServer, object_prefix: str
 ) -> None:
-    dead = Holder.own()._replace(pid=2**22 + 1, start="1", token="other")
-    for step, record in ((1, elsewhere(is_over=True)), (2, dead.encoded())):
+    root = str(manager_of(object_prefix).root)
+    dead = Holder.own(root)._replace(pid=2**22 + 1, start="1", token="other").encoded()
+    parent = Holder.own(f"{root}/copied")._replace(pid=os.getppid(), start="", token="other")
+    for step, record in enumerate((elsewhere(is_over=True), dead, parent.encoded()), 1):
         object_server.put(f"{object_prefix}/{ROOT_LOCK_NAME}", record)
         with manager_of(object_prefix) as manager:
             save_steps(manager, step)

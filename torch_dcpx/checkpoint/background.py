@@ -88,6 +88,7 @@ class BackgroundSave:
         if self._is_own:
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # of a callback; it is logged
                 self._tell()
+        del self  # else this frame of a kept error keeps the save, and its manager the root
 
     def _tell(self) -> None:
         durable: Future[Any] = self._handle.durable

@@ -38,7 +38,8 @@ class SaveFuture(Future[T]):
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """As `Future.add_done_callback`; logs what `fn` raises, exits and interrupts, too."""
-        super().add_done_callback(lambda future: self._call(fn, future))
+        held = [fn]  # until its call: a future keeps its callbacks
+        super().add_done_callback(lambda future: self._call(held.pop(), future))
 
     def _call(self, fn: Callable[[Future[T]], object], future: Future[T]) -> None:
         try:
@@ -120,6 +121,11 @@ class SaveHandle:
         self.guard = CopyGuard()
         self.durable: WatchedFuture[Report] = WatchedFuture(checkpoint_id)
         self._cancel = cancel
+        self.durable.add_done_callback(lambda _: self._forget())
+
+    def _forget(self) -> None:
+        """Drops what the save needed: whoever keeps the handle keeps no writer, nor its manager."""
+        self.leave, self._cancel = (lambda _: None), (lambda: False)
 
     @classmethod
     def finished(cls, checkpoint_id: str, report: SaveReport | None) -> SaveHandle:

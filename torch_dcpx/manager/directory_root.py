@@ -33,7 +33,7 @@ from torch_dcpx.storage.names import (
     is_pointer_temporary,
 )
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.place import FileState, Place, PosixPlace
+from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 from torch_dcpx.storage.root_lock import RootLock
@@ -48,6 +48,7 @@ class DirectoryRoot:
     """A root directory. Holds nothing open but the lock of its saves."""
 
     has_locks: ClassVar[bool] = True  # of readers, which keep what they read from removal
+    is_conditional: ClassVar[bool] = False  # whether `write` sees what another job has written
 
     def __init__(self, path: Path, *, is_durable: bool) -> None:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""
@@ -144,13 +145,17 @@ class DirectoryRoot:
         """Opens the directory of a save, itself no link. Raises: as `OwnDirectory`."""
         return OwnDirectory(Path(path))
 
-    def identity(self, tag: str) -> FileState | None:
+    def identity(self, tag: str) -> tuple[int, int, int] | None:
         """Returns what is new in `.metadata` with each save; None of a missing one."""
         try:
             status = (self.path / tag / METADATA_NAME).lstat()
         except OSError:
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def committed_ns(self, tag: str) -> int:
+        """Returns when a `.metadata` was written, by some clock: a hint, no proof."""
+        return (self.identity(tag) or (0, 0, 0))[2]
 
     def is_there(self, tag: str, doing: str) -> bool:
         """Returns whether anything lies there. Raises: as `lies_there`."""

@@ -11,14 +11,14 @@ Only the first are the manager's own: retention neither counts nor removes what 
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from torch_dcpx.manager.stored import Skipped, Stored
-from torch_dcpx.storage.object_url import Location
+from torch_dcpx.manager.stored import Record, Skipped, Stored
 
 # Dates, with or without a time, are one number; fractions (losses, versions) are no order.
 _TOKEN = re.compile(
@@ -31,21 +31,35 @@ _DIGIT = re.compile("[0-9]")
 _PROCESS = uuid.uuid4()
 _MAX_ASKED = 16
 
+logger = logging.getLogger("torch_dcpx")
 
-def new_run(path: Location) -> str:
+
+class Runs(NamedTuple):
+    """The runs whose checkpoints are a root's own, as its pointer has them."""
+
+    run: str
+    root: str
+    earlier: Mapping[str, int]
+
+    def have(self, record: Record | None) -> bool:
+        """Returns whether a checkpoint was saved beneath this root, or came with all of it."""
+        if record is None:
+            return False
+        is_earlier = record.order <= self.earlier.get(record.run, -1)
+        return is_earlier or record.run in ("", self.run)
+
+
+def new_run(root: str) -> str:
     """Returns the id of a run that begins beneath a root: one in this process, another in others.
 
     Two managers of one process on one root are of one run.
     """
-    return uuid.uuid5(_PROCESS, str(path)).hex[:12]
+    return uuid.uuid5(_PROCESS, root).hex[:12]
 
 
-def ranked(found: Iterable[Stored], run: str) -> list[Stored]:
-    """Returns checkpoints, the newest first; each says whether it is this run's."""
-    told = (
-        each._replace(is_ours=each.is_in_place and getattr(each.record, "run", None) in ("", run))
-        for each in found
-    )
+def ranked(found: Iterable[Stored], runs: Runs) -> list[Stored]:
+    """Returns checkpoints, the newest first; each says whether it is the root's own."""
+    told = (each._replace(is_ours=each.is_in_place and runs.have(each.record)) for each in found)
     return sorted(told, key=_rank, reverse=True)
 
 
@@ -84,37 +98,44 @@ def is_older_by_name(name: str, chosen: Stored) -> bool:
     return is_lower(name, chosen.tag) or (chosen.record is not None and is_lower(name, step))
 
 
-def to_ask(names: Iterable[str], chosen: Stored) -> list[str]:
-    """Returns the names, at most 16, that do not say that they are older: of each form the highest
-    first.
+def to_ask(names: Iterable[str], chosen: Stored, date: Callable[[str], int]) -> list[str]:
+    """Returns the names, at most 16, that have a later date than the chosen one, or do not say that
+    they are older: the later ones first, then of each form the highest. Logs that there are more.
     """
-    found = [name for name in names if not is_older_by_name(name, chosen)]
+    begin = date(chosen.tag)
+    later = {name for name in names if date(name) > begin}
+    found = [name for name in names if name in later or not is_older_by_name(name, chosen)]
     found.sort(key=lambda name: numbered(name)[1], reverse=True)
     places: Counter[str] = Counter()
 
-    def place(name: str) -> int:
+    def place(name: str) -> tuple[bool, int]:
         form = numbered(name)[0]
         places[form] += 1
-        return places[form]
+        return name not in later, places[form]
 
-    return sorted(found, key=place)[:_MAX_ASKED]
+    found.sort(key=place)
+    if len(found) > _MAX_ASKED:
+        text = "'%s' is taken; of the %d names beside it that may be newer only %d are looked at, "
+        text += "not '%s', for one"
+        logger.warning(text, chosen.path, len(found), _MAX_ASKED, found[_MAX_ASKED])
+    return found[:_MAX_ASKED]
 
 
-def doubts(others: Iterable[Stored], chosen: Stored) -> Skipped:
+def doubts(others: Iterable[Stored], chosen: Stored, runs: Runs) -> Skipped:
     """Returns which of the others, the newest first, may be newer than the chosen one, and why.
 
     Of those whose names have one form the highest stands for all.
     """
     told: list[tuple[str, str]] = []
     for other in others:
-        why = _doubt(other, chosen)
+        why = _doubt(other, chosen, runs)
         if why and not any(is_lower(other.tag, tag) for tag, _ in told):
-            way_out = f"'{chosen.tag}' was taken; tag='{other.tag}' takes this one"
-            told.append((other.tag, f"whole, but {why}: {way_out}"))
+            taken = f"'{chosen.tag}' was taken, {_why(chosen, other)}"
+            told.append((other.tag, f"whole, but {why}: {taken}; tag='{other.tag}' takes this one"))
     return tuple(told)
 
 
-def _doubt(other: Stored, chosen: Stored) -> str:
+def _doubt(other: Stored, chosen: Stored, runs: Runs) -> str:
     """Returns why nobody knows whether `other` is newer; "" if it is older, or a copy."""
     record, taken = other.record, chosen.record
     if record is None:
@@ -122,11 +143,27 @@ def _doubt(other: Stored, chosen: Stored) -> str:
         return "" if is_older else "no manager saved it, and its name does not say that it is older"
     if other.is_ours or other.save_id == chosen.save_id:
         return ""
-    is_one_run = taken is not None and (record.run == taken.run or "" in (record.run, taken.run))
-    if taken is not None and (
-        record.order < taken.order if is_one_run else chosen.is_ours and record.step <= taken.step
-    ):
-        return ""
+    if taken is not None:
+        is_one_run = record.run == taken.run or "" in (record.run, taken.run)
+        is_one_run = is_one_run or (runs.have(record) and runs.have(taken))
+        is_lower_step = chosen.is_ours and record.step <= taken.step
+        if record.order < taken.order if is_one_run else is_lower_step:
+            return ""
     if not other.is_in_place:
         return f"its record names '{record.tag}', so it is a copy, or was renamed"
+    if record.run and record.run == getattr(taken, "run", None):
+        return "it is a later commit than the pointer knows, perhaps of a copied root"
     return "it is of another run"
+
+
+def _why(chosen: Stored, other: Stored) -> str:
+    """Returns why this one of two comes first."""
+    if chosen.record is not None:
+        of = "this root" if chosen.is_ours else "all runs" if chosen.is_in_place else "all copies"
+        return f"the last commit of {of}"
+    if other.record is not None:
+        return "for it is no copy"
+    (form, numbers), (_, others) = numbered(chosen.tag), numbered(other.tag)
+    if form == numbered("step-0")[0]:
+        return "for its name is 'step-N'"
+    return "for the numbers in its name" if numbers > others else "the last by the alphabet"

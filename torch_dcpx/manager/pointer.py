@@ -6,7 +6,9 @@ replaces as a whole. It names
 - the tags whose commit has begun: after a kill between a commit and the next pointer, the next job
   sees without a listing that the pointer is stale, and where to look;
 - the damaged saves of past resumes: a later job's retention keeps a good checkpoint instead;
-- the run: checkpoints that say another one were brought here by the user.
+- the run, and of which root: checkpoints that say another run were brought here by the user. In a
+  root that was copied or moved the next save begins another run, for the first may go on in the
+  root before; `earlier` has the runs whose checkpoints came with the root.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import errno
 import json
 import os
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from torch_dcpx._integers import plain_int
@@ -101,6 +105,8 @@ class Pointer(NamedTuple):
     committing: tuple[str, ...] = ()  # tags whose commit has begun
     damaged: tuple[str, ...] = ()  # ids of saves in which a resume has read wrong bytes
     run: str = ""  # that saves beneath this root; "": an earlier version noted none
+    root: str = ""  # by its `identity_of`; "": an earlier version noted none
+    earlier: Mapping[str, int] = MappingProxyType({})  # runs, and their last orders here
 
 
 def read_pointer(place: Place) -> Pointer | None:
@@ -125,6 +131,8 @@ def decoded_pointer(file: SmallContent) -> Pointer:
             committing=tuple(found["committing"]),
             damaged=tuple(found.get("damaged", ())),
             run=found.get("run", ""),
+            root=found.get("root", ""),
+            earlier=dict(found.get("earlier", {})),
         )
         tags = [tag for tag in (pointer.tag, *pointer.committing) if tag is not None]
         if not (
@@ -133,7 +141,8 @@ def decoded_pointer(file: SmallContent) -> Pointer:
             and (pointer.step is None or type(pointer.step) is int)
             and (pointer.save_id is None or type(pointer.save_id) is str)
             and all(type(tag) is str and is_tag(tag) for tag in tags)
-            and all(type(word) is str for word in (pointer.run, *pointer.damaged))
+            and all(type(word) is str for word in (pointer.run, pointer.root, *pointer.damaged))
+            and all(type(order) is int for order in pointer.earlier.values())
         ):
             raise TypeError("its values are not those of a pointer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -145,8 +154,8 @@ def decoded_pointer(file: SmallContent) -> Pointer:
 
 def encoded_pointer(pointer: Pointer) -> bytes:
     """Returns the line that `read_pointer` reads."""
-    fields = {"format": _FORMAT, **pointer._asdict()}
-    for name in ("damaged", "run"):
+    fields = {"format": _FORMAT, **pointer._asdict(), "earlier": dict(pointer.earlier)}
+    for name in ("damaged", "run", "root", "earlier"):
         if not fields[name]:
             del fields[name]
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -80,7 +80,8 @@ def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
         ConcurrentSaveError: a save or a reader is there; nothing was removed.
         UnsupportedError: it is pinned, or a link; nothing was removed.
         CorruptionError: its `.metadata` cannot be read, so the names of its files are unknown.
-        StorageError: a system call failed; the next attempt removes the rest.
+        StorageError: the root cannot be written to; nothing was removed. Or a system call failed;
+            the next attempt removes the rest.
     """
     with OwnDirectory(root.path / tag, "delete") as directory, _locked(directory):
         names = directory.names()
@@ -93,12 +94,24 @@ def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
                     "knows which files are its own; remove the directory by hand",
                     path=str(directory.path / METADATA_NAME),
                 )
+            _check_writable(root.path, directory.path)
             directory.rename(METADATA_NAME, TOMBSTONE_NAME)
             if root.is_durable:
                 directory.sync()
         trash = _empty(root, directory)
     if trash is not None:
         _remove_trash(trash)
+
+
+def _check_writable(root: Path, path: Path) -> None:
+    """Raises StorageError where the root keeps its entry, before anything in it goes."""
+    if not os.access(root, os.W_OK | os.X_OK, effective_ids=True):
+        raise StorageError(
+            f"delete '{path}': this process may not write to '{root}', which names it; nothing was "
+            "removed: give it the right (chmod u+w), or run it as the owner",
+            errno=errno.EACCES,
+            path=str(root),
+        )
 
 
 def _empty(root: DirectoryRoot, directory: PosixPlace) -> Path | None:

@@ -12,29 +12,22 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Guard
-from torch_dcpx.errors import (
-    DcpxError,
-    OutcomeUnknownError,
-    StorageError,
-    must_be,
-)
+from torch_dcpx.errors import DcpxError, OutcomeUnknownError, StorageError, must_be
 from torch_dcpx.manager.directory_root import DirectoryRoot
-from torch_dcpx.manager.newest import doubts, new_run, ranked, to_ask
+from torch_dcpx.manager.newest import Runs, doubts, new_run, ranked, to_ask
 from torch_dcpx.manager.pointer import Pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.storage.names import (
-    METADATA_NAME,
-    POINTER_NAME,
-)
+from torch_dcpx.storage.names import METADATA_NAME, POINTER_NAME
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 from torch_dcpx.storage.paths import AnyPath, checked_location
+from torch_dcpx.storage.root_record import identity_of
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -92,7 +85,7 @@ class ManagerRoot:
         self._guard = Guard()
         self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
-        self._run: str | None = None  # as the pointer names it; None: not read yet
+        self._runs: Runs | None = None  # None: not read yet
         self._committing: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
@@ -136,19 +129,17 @@ class ManagerRoot:
         """Notes the damaged saves in the pointer for later jobs, unless they are there already.
 
         It changes nothing else there: this job may only read, beside one that saves. It logs a
-        failure: later jobs see the damage themselves.
+        failure, as where another job holds the root: later jobs see the damage themselves.
         """
-        with self._own():
-            try:
-                found = self.files.read() or Pointer()
-                damaged = tuple(sorted(self._damaged))
-                if damaged != found.damaged:
-                    pointer = found._replace(damaged=damaged)
-                    self.files.write(pointer)
-            except DcpxError as error:
-                logger.warning(
-                    "later jobs are not told what is damaged beneath '%s': %s", self.path, error
-                )
+        damaged = tuple(sorted(self._damaged))
+        try:
+            if damaged != (self.files.read() or Pointer()).damaged:
+                with nullcontext() if self.files.is_conditional else self.held(0.0), self._own():
+                    found = self.files.read() or Pointer()
+                    self.files.write(found._replace(damaged=damaged))
+        except DcpxError as error:
+            text = "later jobs are not told what is damaged beneath '%s': %s"
+            logger.warning(text, self.path, error)
 
     @property
     def damaged(self) -> frozenset[str]:
@@ -161,8 +152,6 @@ class ManagerRoot:
 
     def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
-        if self._run is None:
-            self._read()
         stored, skipped = self._whole(self.files.directories())
         self._damaged &= {found.save_id for found in stored}
         return stored, skipped
@@ -172,7 +161,7 @@ class ManagerRoot:
         stored, skipped = self.listed()
         whole, _ = self._whole((tag for tag, _ in skipped), looks_at_data=False)
         lost = [each for each in whole if each.is_ours]  # of a copy the original may be whole
-        together = ranked([*stored, *lost], self.run)
+        together = ranked([*stored, *lost], self.runs)
         return together, self.damaged | {found.save_id for found in lost}
 
     def remove(self, tag: str) -> None:
@@ -187,7 +176,8 @@ class ManagerRoot:
         self._damaged.update(pointer.damaged)
         self._noted.update(pointer.damaged)
         found, skipped = self._pointed(pointer)
-        if not (found and found[0].is_ours):  # who saved the others moves no pointer
+        # Who saved the others moves no pointer.
+        if not (found and found[0].is_ours) or self._is_put_back(pointer, found[0]):
             found, skipped = self.listed()
         self._warned.clear()
         self._warn(skipped)
@@ -212,28 +202,56 @@ class ManagerRoot:
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = None
-        self._run = "" if pointer is None else pointer.run
-        return pointer or Pointer()
+        pointer = pointer or Pointer()
+        root = identity_of(self.path)
+        run = new_run(f"{self.path} {root}")
+        self._runs = Runs(pointer.run or run, root, pointer.earlier)
+        if pointer.root not in ("", root):  # the run may go on where this was copied from
+            begun = [s for s in self._whole(pointer.committing)[0] if s.run == pointer.run]
+            last = max([pointer.order, *(s.order for s in begun)])
+            self._runs = Runs(run, root, {**pointer.earlier, pointer.run: last})
+        return pointer
 
     @property
-    def run(self) -> str:
-        """The run that saves here: that of the pointer, or one that begins."""
-        return self._run or new_run(self.path)
+    def runs(self) -> Runs:
+        """The run that saves here, and those whose checkpoints are the root's own, too."""
+        if self._runs is None:
+            self._read()
+        return self._runs  # type: ignore[return-value]
+
+    def _bound_runs(self, runs: Runs) -> None:
+        """Forgets the runs of which no checkpoint is left: the list is no longer than theirs."""
+        found = {each.run for each in self.remembered()[0]}
+        earlier = {run: last for run, last in runs.earlier.items() if run in found}
+        self._runs = runs._replace(earlier=earlier)
 
     def doubts(self, chosen: Stored, passed: Collection[str]) -> Skipped:
-        """Returns, and logs, whole checkpoints that may be newer than what was just chosen.
-
-        Where the pointer led to it, it examines only those that are not older by their names.
-        """
-        known = {tag: row[1] for tag, row in list(self._known.items())}
-        names = [name for name in self.files.directories() if name not in known]
-        for name in to_ask(names, chosen):
-            with suppress(DcpxError):  # not whole: a save may be under way
-                known[name] = self.examined(name)
-        others = [s for tag, s in known.items() if tag != chosen.tag and tag not in passed]
-        found = doubts(ranked(others, self.run), chosen)
+        """Returns, and logs, whole checkpoints that may be newer than what was just chosen."""
+        others = [s for s in self._seen() if s.tag != chosen.tag and s.tag not in passed]
+        found = doubts(others, chosen, self.runs)
         self._warn(found)
         return found
+
+    def _seen(self) -> list[Stored]:
+        """Returns what `newest` has examined, the newest first."""
+        return ranked((row[1] for row in list(self._known.values())), self.runs)
+
+    def _is_put_back(self, pointer: Pointer, chosen: Stored) -> bool:
+        """Returns, and logs, whether the pointer is older than a later commit of the root's own.
+
+        It examines only what is not older than the chosen one by its name, or later by its date.
+        """
+        names = [n for n in self.files.directories() if n not in self._known]
+        for name in to_ask(names, chosen, self.files.committed_ns):
+            if name not in self._committing:
+                with suppress(DcpxError):  # not whole: a save may be under way
+                    self.examined(name)
+        newer = [s for s in self._seen() if s.is_ours and s.order > pointer.order]
+        if newer:
+            text = "'%s' names '%s', but '%s' is a later commit: an earlier file was put back, or "
+            text += "a job commits at this moment"
+            logger.warning(text, self.path / POINTER_NAME, chosen.tag, newer[0].tag)
+        return bool(newer)
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
         """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
@@ -273,7 +291,7 @@ class ManagerRoot:
                     raise
                 if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
-        return ranked(stored, self.run), tuple(skipped)
+        return ranked(stored, self.runs), tuple(skipped)
 
     def take_order(self) -> int:
         """Returns the next commit's number; looks for the newest first if another job was here."""
@@ -285,6 +303,8 @@ class ManagerRoot:
             self._noted.update(found.damaged)
         if own is None or found is None or found[:4] != own[:4]:
             self.newest()
+        if self.runs.earlier and (found is None or found.root != self.runs.root):
+            self._bound_runs(self.runs)
         with self._own():
             order, self._next_order = self._next_order, self._next_order + 1
         return order
@@ -369,7 +389,7 @@ class ManagerRoot:
             committing = tuple(tag for tag in self._committing if tag != ended)
             damaged = tuple(sorted(self._damaged))
             pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
-            self.files.write(pointer._replace(run=self.run))
+            self.files.write(pointer._replace(**self.runs._asdict()))
 
 
 def _pointer_to(stored: Stored | None, order: int) -> Pointer:

@@ -136,7 +136,7 @@ class Saves:
                 retention.look_at_metrics(tag, calls[0].note[0])
                 catalog.root.files.hold(OF_TIMEOUT * catalog.options.save_timeout_s)
                 record = parts.record(calls, catalog.root.take_order())
-                return record._replace(run=catalog.root.run)
+                return record._replace(run=catalog.root.runs.run)
 
             with catalog.exchange("save", tag_or_step, catalog.options.save_timeout_s) as exchange:
                 small, record = catalog.agree(exchange, "agree", local, reduce)

@@ -82,13 +82,13 @@ class StoreRoot:
         """
         self.path = path
         self._grace_s = grace_s
-        self._is_conditional = is_conditional
+        self.is_conditional = is_conditional
         self.lock = RootLock(path, self._record)
         self._seen: Pointer | None = None  # as this process has read or written it last
         self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
 
     def _record(self) -> ObjectRecord:
-        return ObjectRecord(self._place, is_conditional=self._is_conditional)
+        return ObjectRecord(self._place, is_conditional=self.is_conditional)
 
     @property
     def _place(self) -> ObjectPlace:
@@ -106,9 +106,7 @@ class StoreRoot:
         return list(filter(is_tag, self._place.prefixes()))
 
     def is_foreign(self, name: str) -> bool:
-        """Returns whether an entry of the root is no manager's, no checkpoint, a removed one, or
-        only the mark of a save that failed.
-        """
+        """Returns whether an entry is not ours, no checkpoint, removed, or a failed save's mark."""
         within = ObjectPlace(self.path / name).names()
         if not within:
             return not is_of_checkpoint(name)
@@ -173,7 +171,7 @@ class StoreRoot:
     def _attempt(self, pointer: Pointer, tag: str | None) -> StorageError | None:
         bucket, key = self._place.bucket, self._place.key(POINTER_NAME)
         try:
-            if self._is_conditional:
+            if self.is_conditional:
                 bucket.put_if(key, [encoded_pointer(pointer)], tag)
             else:
                 bucket.put_again(key, encoded_pointer(pointer))
@@ -198,6 +196,10 @@ class StoreRoot:
     def identity(self, tag: str) -> tuple[str] | None:
         """Returns the tag of a `.metadata`, new with each save; None of a missing one."""
         return ObjectPlace(self.path / tag).identity(METADATA_NAME)
+
+    def committed_ns(self, tag: str) -> int:
+        """Returns 0: a date would cost a request."""
+        return 0
 
     def is_there(self, tag: str, doing: str) -> bool:
         """Returns True: something may lie there, and nothing is a link."""

@@ -101,7 +101,7 @@ class Stored(NamedTuple):
     path: Location
     save_id: str
     record: Record | None  # None: no manager saved it
-    is_ours: bool = False  # saved by this run, and in its place: retention may remove it
+    is_ours: bool = False  # saved beneath this root, and in its place: retention may remove it
 
     @property
     def step(self) -> int | None:
@@ -115,6 +115,10 @@ class Stored(NamedTuple):
     @property
     def order(self) -> int:
         return 0 if self.record is None else self.record.order
+
+    @property
+    def run(self) -> str:
+        return "" if self.record is None else self.record.run
 
     @property
     def is_in_place(self) -> bool:

@@ -27,6 +27,7 @@ class Holder(NamedTuple):
     """A process that holds a root, as its record says."""
 
     token: str  # new with each time that a lock is taken
+    root: str  # by its `identity_of`: a record that names another root was copied with that
     host: str
     pid: int
     start: str  # of the process, in ticks since the boot; "": unknown
@@ -41,11 +42,12 @@ class Holder(NamedTuple):
         return f"host={self.host} pid={self.pid} since={self.since}"
 
     @classmethod
-    def own(cls) -> Holder:
+    def own(cls, root: str) -> Holder:
         """Returns one for this process, from now on."""
         pid, now = os.getpid(), now_text()
         start, token = _start_of(pid) or "", uuid.uuid4().hex
-        return cls(token, socket.gethostname(), pid, start, boot_id(), _own_space(), now, now)
+        space, host = _own_space(), socket.gethostname()
+        return cls(token, root, host, pid, start, boot_id(), space, now, now)
 
     @classmethod
     def decoded(cls, record: bytes) -> Holder | None:
@@ -56,7 +58,7 @@ class Holder(NamedTuple):
             is_ours = found["format"] == _FORMAT
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        wanted = (str, str, int, str, str, str, str, str, bool, bool)
+        wanted = (str, str, str, int, str, str, str, str, str, bool, bool)
         return holder if is_ours and tuple(map(type, holder)) == wanted else None
 
     def encoded(self) -> bytes:
@@ -78,12 +80,16 @@ class Holder(NamedTuple):
     def _is_of_this_boot(self) -> bool:
         return self.boot == boot_id() != UNKNOWN_BOOT
 
-    def fate(self, is_locked: bool | None) -> Literal["alive", "gone", "unknown"]:
-        """Returns what can be proved of the process.
+    def fate(self, is_locked: bool | None, root: str) -> Literal["alive", "gone", "unknown"]:
+        """Returns what can be proved of the process, as a holder of a root.
 
         Args:
             is_locked: whether somebody has a flock on the record; None: not known.
+            root: by its `identity_of`.
         """
+        # Another machine may know this very root by another number: who lives there renews.
+        if self.root != root and self._is_of_this_boot:
+            return "gone"
         if self._is_near:
             return "alive" if _is_running(self.pid, self.start) else "gone"
         if self._is_of_this_boot and self.has_flock and is_locked is not None:  # a container

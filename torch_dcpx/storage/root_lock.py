@@ -204,7 +204,7 @@ class RootLock:
         return False
 
     def _take(self, record: RootRecord, seen: Seen) -> None:
-        holder, began_s = Holder.own(), _now_s()
+        holder, began_s = Holder.own(record.identity), _now_s()
         _tokens.add(holder.token)
         taken = None
         try:
@@ -308,7 +308,7 @@ class _Watch:
         elif self._looked.waited_s > max(_RENEW_S, 2 * self._record.pause_s):
             self._since = self._deadline.anew()  # stopped itself, it has missed renewals
         self._looked = self._deadline.anew()
-        fate = "unknown" if holder is None else _fate(holder, seen.is_locked, self._record.key)
+        fate = "unknown" if holder is None else _fate(holder, seen.is_locked, self._record)
         if fate == "gone":
             return seen
         owner = "unknown" if holder is None else str(holder)
@@ -323,7 +323,7 @@ class _Watch:
         is_alive = fate == "alive" or self._renewals > 1
         if self._deadline.has_passed or (is_alive and self._deadline.waited_s >= _ENDING_S):
             raise self._refused(owner)
-        if not self._has_logged:
+        if not self._has_logged and (holder is None or not holder.is_this_process):
             self._has_logged = True
             text = "save beneath '%s': %s holds it; waiting up to %.0f s for its end"
             logger.warning(text, self._record.path, owner, self._deadline.timeout_s)
@@ -342,13 +342,10 @@ class _Watch:
         )
 
 
-def _fate(holder: Holder, is_locked: bool | None, key: object) -> str:
-    if holder.is_this_process:
-        for root, held in list(_held.items()):
-            if held.holder.token == holder.token and root != key:
-                return "gone"  # the record was copied, with all of that root
+def _fate(holder: Holder, is_locked: bool | None, record: RootRecord) -> str:
+    if holder.root == record.identity and holder.is_this_process:
         return "alive" if holder.token in _tokens else "gone"  # about to enter it in the table
-    return holder.fate(is_locked)
+    return holder.fate(is_locked, record.identity)
 
 
 def _is_taken_out(held: _Held) -> bool:

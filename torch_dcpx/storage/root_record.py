@@ -41,6 +41,22 @@ class Seen(NamedTuple):
     is_locked: bool | None = None  # whether somebody has a flock on it; None: not known
 
 
+def identity_of(path: Location) -> str:
+    """Returns what tells a root from a copy of it: "" of a directory that is not there.
+
+    Of a directory it is the inode and the file system's id; no device, for a network file system
+    has another one on each node. Raises: StorageError.
+    """
+    if not isinstance(path, Path):
+        return str(path)
+    try:
+        return f"inode:{path.stat().st_ino}@{os.statvfs(path).f_fsid:x}"
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise storage_error("stat", path, error, is_read=True) from error
+
+
 class RootRecord(Protocol):
     """The record of one root, for a process that holds it or wants to."""
 
@@ -48,6 +64,8 @@ class RootRecord(Protocol):
     def path(self) -> Location: ...  # of the root
     @property
     def key(self) -> object: ...  # of the root, in a table of the process
+    @property
+    def identity(self) -> str: ...  # of the root, for other processes
     @property
     def is_dear(self) -> bool: ...  # whether a look is a request to a store
     @property
@@ -88,6 +106,7 @@ class FileRecord:
         with Directory(path) as directory, storage_errors("fstat", path, is_read=True):
             status = os.fstat(directory.fd)
         self.key = status.st_dev, status.st_ino
+        self.identity = identity_of(path)
 
     def look(self) -> Seen:
         with Directory(self.path) as directory:
@@ -113,9 +132,12 @@ class FileRecord:
 
     def take(self, seen: Seen, holder: Holder) -> Holder | None:
         number = (seen.version or 0) + 1
-        name = root_lock_name(number)
-        path = self.path / name
         with Directory(self.path) as directory:
+            names = directory.names()
+            while root_lock_name(number) in names and number not in _numbers(directory):
+                number += 1  # a stranger's name
+            name = root_lock_name(number)
+            path = self.path / name
             try:
                 flags = _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL
                 fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
@@ -174,8 +196,9 @@ class FileRecord:
 
 
 def _numbers(directory: Directory) -> list[int]:
-    found = map(root_lock_number, directory.names())
-    return [number for number in found if number is not None]
+    """Returns the numbers of all records. What is no regular file is none."""
+    found = {name: root_lock_number(name) for name in directory.names()}
+    return [n for name, n in found.items() if n is not None and directory.is_regular(name)]
 
 
 def _overwrite(fd: int, content: bytes) -> None:
@@ -228,6 +251,7 @@ class ObjectRecord:
         """Asks nothing yet. Without conditional PUTs two that come at once are not told apart."""
         self.path = place.path
         self.key = str(place.path), place.path.endpoint
+        self.identity = identity_of(place.path)
         self._is_conditional = is_conditional
 
     def look(self) -> Seen:
