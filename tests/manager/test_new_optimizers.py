@@ -115,3 +115,79 @@ def test_settings_that_are_tensors_are_told_apart_where_they_are_by_parameter(
         load({"optimizer": OptimizerPart(model, together, has_named_groups=True)}, tmp_path)
     load({"optimizer": part}, tmp_path)
     assert [group["lr"].item() for group in apart.param_groups] == pytest.approx([0.1, 0.2])
+
+
+def of_groups(seed: int, *groups: str, kind: Any = torch.optim.SGD) -> tuple[Any, Any]:
+    """Returns a model, and an optimizer with groups of its layers by number; rates are as these."""
+    model = Training(seed).model
+    made = [
+        {"params": [p for at in each for p in model[int(at)].parameters()], "lr": 1.0 + at}
+        for at, each in enumerate(groups)
+    ]
+    return model, kind(made, lr=9.0)
+
+
+def rates(model: Any, optimizer: Any) -> dict[str, float]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+
+
+def fall(epoch: int) -> float:
+    return 0.5**epoch
+
+
+class Wrapped:
+    """A scheduler that shows no optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
+
+
+def under(door: str, optimizer: Any) -> dict[str, Any]:
+    """Returns the arguments that give a scheduler of an optimizer to a manager."""
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+    given: dict[str, Any] = {
+        "alone": {"lr_scheduler": scheduler},
+        "by name": {"lr_scheduler": {"x": scheduler}},
+        "in state": {"state": {"x": scheduler}},
+        "wrapped": {"lr_scheduler": Wrapped(optimizer)},
+    }[door]
+    return given
+
+
+@pytest.mark.parametrize("door", ["alone", "by name", "in state", "wrapped"])
+def test_groups_of_a_scheduler_that_stand_elsewhere_are_refused(
+    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer, **under(door, optimizer))
+    model, optimizer = of_groups(1, "1", "0")
+    parts = {"model": model, "optimizer": optimizer, **under(door, optimizer)}
+    text = r"'1\.weight' is in group 0 and was in 1, '0\.weight' .*make the groups in the saved"
+    with pytest.raises(MismatchError, match=text):
+        manager_of(tmp_path).resume(**parts)
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer)  # its settings find them
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    manager_of(tmp_path).resume(**parts, strict=False)
+    (warning,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "stand elsewhere than they were saved" in warning.getMessage()
+    model, optimizer = of_groups(2, "0", "1")
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer, **under(door, optimizer))
+
+
+def test_groups_without_a_scheduler_may_stand_elsewhere_beside_one_that_has_it(
+    tmp_path: Path,
+) -> None:
+    def parts(seed: int, *groups: str) -> dict[str, Any]:
+        model, optimizer = of_groups(seed, *groups)
+        free = torch.optim.SGD(model.parameters(), lr=7.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(free, fall)
+        both = {"free": free, "held": optimizer}
+        return {"model": model, "optimizer": both, "lr_scheduler": scheduler}
+
+    manager_of(tmp_path).save(1, **parts(0, "0", "1"))
+    now = parts(1, "1", "0")
+    manager_of(tmp_path).resume(**now)
+    wanted = {"1.weight": 2.0, "1.bias": 2.0, "0.weight": 1.0, "0.bias": 1.0}
+    assert rates(now["model"], now["optimizer"]["held"]) == wanted

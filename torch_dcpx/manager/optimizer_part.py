@@ -40,6 +40,7 @@ from torch_dcpx.manager.translate import (
     beneath,
     by_name,
     check_classes,
+    check_places,
     check_sources,
     flat,
     groups_by_parameter,
@@ -81,6 +82,7 @@ class OptimizerPart(LoadPart):
     rules: TrainingRules | None = None
     may_miss: Callable[[str], object] = lambda _: False  # of names in the checkpoint
     read: Callable[[Sequence[str]], Mapping[str, Any]] = {}.fromkeys  # items of a few bytes
+    has_scheduler: Callable[[Any], bool] = lambda _: False  # an optimizer, in this resume
 
     def __post_init__(self) -> None:
         self._is_named = isinstance(self.optimizer, Mapping)
@@ -203,11 +205,14 @@ class OptimizerPart(LoadPart):
                 groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
                 if self.rules is not None:
                     groups = translated_groups(groups, self.rules)
+                kept = {at: g for at, g in enumerate(groups) if at not in own.unsaved}
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
-                kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
-                saved = set(chain.from_iterable(g[PARAMS] for g in kept))
+                saved = set(chain.from_iterable(g[PARAMS] for g in kept.values()))
                 if self.strict:
-                    check_sources(kept, own.names)
+                    check_sources(list(kept.values()), own.names)
+                each = (one for one in own.optimizers for _ in one.param_groups)
+                timed = {at for at, one in enumerate(each) if self.has_scheduler(one)}
+                check_places(kept, own.names, timed, is_strict=self.strict)
             extras = {key: rekeyed(key, one, own.extras.get(key)) for key, one in loaded.items()}
             own.new = {STATE: self._new_states(own, states, saved), GROUPS: groups, **extras}
 

@@ -142,6 +142,15 @@ class Parts(NamedTuple):
             own = [f"optimizer parameter {number}"] if parameter.is_meta else []
             refuse_meta(own, "the optimizer", "make it of parameters that have memory")
 
+    def has_scheduler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether a scheduler here is, or may be, of this optimizer."""
+        known = [one.param_groups for one in flat(self.optimizer)]  # a wrapper's are those within
+        beside = [one for one in (self.state or {}).values() if isinstance(one, LRScheduler)]
+        owners = [getattr(one, "optimizer", None) for one in (*beside, *flat(self.lr_scheduler))]
+        its = [getattr(owner, "param_groups", None) for owner in owners]
+        unknown = [groups for groups in its[len(beside) :] if all(groups is not k for k in known)]
+        return bool(unknown) or any(groups is optimizer.param_groups for groups in its)
+
     @property
     def per_rank(self) -> dict[str, PerRank]:
         """The values of the state that are each rank's own, by path."""

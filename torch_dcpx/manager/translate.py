@@ -11,6 +11,7 @@ other groups under one number (stages of a pipeline), a save keeps settings by p
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 _V = TypeVar("_V")
 
 MODEL = "model."
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class TrainingRules(KeyMap):
@@ -274,6 +277,42 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
                         f"number is below {len(own)}",
                         fqn=name,
                     )
+
+
+def check_places(
+    groups: Mapping[int, Mapping[str, Any]],
+    own: Sequence[Sequence[str]],
+    timed: Collection[int],
+    *,
+    is_strict: bool,
+) -> None:
+    """Raises MismatchError, or warns if not strict: a scheduler has rates of groups by their
+    places, and its groups stand elsewhere now.
+
+    Args:
+        groups: the stored ones, by place.
+        timed: places of the groups that have a scheduler.
+    """
+    owners = {name: at for at, group in groups.items() for name in group[_PARAMS]}
+    moved = {
+        (at, owners[name]): name
+        for at, names in enumerate(own)
+        for name in reversed(names)
+        if at in timed and owners.get(name, at) != at
+    }
+    if not moved:
+        return
+    shown = [f"{name!r:.80} is in group {at} and was in {was}" for (at, was), name in moved.items()]
+    problem = (
+        "the optimizer's groups stand elsewhere than they were saved, and its scheduler has rates "
+        f"by their places: {', '.join(shown[:5])}; make the groups in the saved order"
+    )
+    if is_strict:
+        raise MismatchError(
+            f"{problem}; strict=False resumes all the same, load_optimizer=False leaves both",
+            fqn=next(iter(moved.values())),
+        )
+    logger.warning("resumed, but %s", problem)
 
 
 def _is_same(a: Any, b: Any) -> bool:

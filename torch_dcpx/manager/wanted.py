@@ -92,6 +92,7 @@ class Wanted(LoadPart):
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
         parts, is_named = self.parts, NAMED_GROUPS in self.record.parts
+        given = parts if self._has_scheduler else parts._replace(lr_scheduler=None)
         self.rules = self._rules(has_named_groups=is_named)
         target = parts.stateful(
             strict=self.loads.is_strict,
@@ -99,6 +100,7 @@ class Wanted(LoadPart):
             rules=self.rules,
             may_miss=self.loads.may_miss,
             read=self._read,
+            has_scheduler=given.has_scheduler,
         )
         self._optimizer = target.get("optimizer")
         if self.state_dict():
