@@ -191,3 +191,46 @@ def test_groups_without_a_scheduler_may_stand_elsewhere_beside_one_that_has_it(
     manager_of(tmp_path).resume(**now)
     wanted = {"1.weight": 2.0, "1.bias": 2.0, "0.weight": 1.0, "0.bias": 1.0}
     assert rates(now["model"], now["optimizer"]["held"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "names", "glob"),
+    [
+        (("0", "1"), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
+        (("0", "1"), ("0", ""), ("state.1.weight", "state.1.bias"), "optimizer.param_groups.1.*"),
+        (("01",), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
+        (("01", ""), ("01",), ("param_groups.1",), "optimizer.param_groups.1"),
+        (("", "01"), ("01",), ("param_groups.0",), "optimizer.param_groups.0.*"),
+        (("", "0", "1"), ("0", "", "1"), ("param_groups.0",), "*"),
+    ],
+)
+def test_what_saved_groups_had_and_no_group_has_is_refused(
+    tmp_path: Path, saved: Any, now: Any, names: Any, glob: str
+) -> None:
+    model, optimizer = of_groups(0, *saved)
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, *now)
+    parts = {"model": model, "optimizer": optimizer}
+    text = "in none of its groups now.*add_param_group"
+    with pytest.raises(MismatchError, match=text) as caught:
+        manager_of(tmp_path).resume(**parts)
+    assert caught.value.left == tuple(f"optimizer.{name}" for name in names)
+    manager_of(tmp_path).resume(**parts, allow_missing=[glob])
+    manager_of(tmp_path).resume(**parts, strict=False)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_saved_parameters_that_are_frozen_or_in_no_model_need_no_group(
+    tmp_path: Path, is_wrapped: bool
+) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "0")
+    held = torch.compile(model, backend="eager") if is_wrapped else model
+    with pytest.raises(MismatchError, match=r"'optimizer\.state\.1\.weight'"):
+        manager_of(tmp_path).resume(model=held, optimizer=optimizer)
+    model[1].requires_grad_(False)
+    manager_of(tmp_path).resume(model=held, optimizer=optimizer)
+    smaller = {"model": model[:1], "optimizer": optimizer}
+    manager_of(tmp_path).resume(**smaller, translate=lambda name: name if name[0] == "0" else None)
+    manager_of(tmp_path).resume(**smaller, allow_missing=["model.1.*"])

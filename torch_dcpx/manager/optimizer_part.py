@@ -42,6 +42,7 @@ from torch_dcpx.manager.translate import (
     check_classes,
     check_places,
     check_sources,
+    check_taken,
     flat,
     groups_by_parameter,
     parameters_of,
@@ -203,12 +204,16 @@ class OptimizerPart(LoadPart):
                 saved = own.saved
             else:
                 groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
+                bare = {at for at, g in enumerate(groups) if not g[PARAMS]}
                 if self.rules is not None:
                     groups = translated_groups(groups, self.rules)
                 kept = {at: g for at, g in enumerate(groups) if at not in own.unsaved}
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
                 saved = set(chain.from_iterable(g[PARAMS] for g in kept.values()))
                 if self.strict:
+                    model = None if self._has_flat else self.model
+                    begin = own.prefix.removesuffix(STATE)
+                    check_taken(kept, bare, own.names, begin, model, self.may_miss)
                     check_sources(list(kept.values()), own.names)
                 each = (one for one in own.optimizers for _ in one.param_groups)
                 timed = {at for at, one in enumerate(each) if self.has_scheduler(one)}
