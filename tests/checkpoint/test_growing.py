@@ -46,7 +46,7 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        keys = {(type(key), key) for key in one} == {(type(key), key) for key in other}
+        keys = [(type(key), key) for key in one] == [(type(key), key) for key in other]
         return keys and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
@@ -83,6 +83,12 @@ GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
     "OrderedDict": ({"o": OrderedDict(b=1, a=2)}, {}),
     "defaultdict": ({"d": defaultdict(list, {1: [1]})}, {}),
     "empty ones": ({"a": {"b": {}, "c": [], "d": [{}], "e": [[{}], {}], "t": ()}, "z": 1}, {}),
+    "an empty one": ({}, {}),
+    "empty ones alone": ({None: {}, "a": {"b": [{}], 1: OrderedDict()}}, {}),
+    "empty ones beneath what is there": ({"a": {"x": 1, "b": {}}, "l": [{}]}, {"a": {"x": 0}}),
+    "empty ones in a list that is there": ([{"x": 1}, {}, [{}]], [{"x": 0}]),
+    "empty ones in place of an empty dict": ({"l": [{}, {}]}, {"l": {}}),
+    "empty ones before others": ({"e": {}, "b": {"d": {}, "c": 1}, "a": [{}], "z": tensor(2)}, {}),
     "list of dicts": ([{"a": 1.0}, {"a": 2.0}], []),
     "longer list": ([tensor(0), tensor(1), {"x": 1}], [tensor(9)]),
     "gaps": ([tensor(0), {}, {"a": {}}, tensor(2)], [tensor(9)]),
@@ -238,14 +244,37 @@ def test_smaller_module_takes_no_parameters(tmp_path: Path) -> None:
     assert report.unexpected == ("m.bias",)
 
 
-def test_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"containers": [1]},
+        {"containers": {5: ("", [])}},
+        {"containers": {("k", 1.5): ("", [])}},
+        {"containers": {("k",): ("", [])}, "nameless": 1},
+        {"containers": {("k",): ("", [])}, "orders": {("k",): 1}},
+    ],
+)
+@pytest.mark.parametrize("begin", [containers.RECORD, containers.EMPTY])
+def test_record_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, record: Any
+) -> None:
     def add(planner: Any, *_: Any) -> None:
-        name = containers.RECORD + "0"
-        planner.state_dict[name], planner.mappings[name] = {"containers": [1]}, (name,)
+        planner.state_dict[f"{begin}0"], planner.mappings[f"{begin}0"] = record, (f"{begin}0",)
 
     monkeypatch.setattr(save_run, "add_record", add)
-    with pytest.raises(CorruptionError, match=r"read the item 'dcpx\.keys\.0' .*no record"):
+    with pytest.raises(CorruptionError, match=rf"read the item '{begin}0' .*no record"):
         through("stateful", tmp_path / "p", {7: 1}, {})
+
+
+def test_record_of_before_tells_of_empty_ones_in_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "EMPTY", containers.RECORD)
+    monkeypatch.setattr(
+        containers.Record, "_asdict", lambda record: {"containers": record.containers}
+    )
+    saved = {"a": {"b": {}, "c": 1}, "d": {}}
+    assert through("stateful", tmp_path / "p", saved, {}) == {"a": {"b": {}, "c": 1}}
 
 
 def test_states_of_text_keys_have_no_record(tmp_path: Path) -> None:
