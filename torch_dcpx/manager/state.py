@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.stateful import LoadPart, Takes
-from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx.errors import MismatchError, OptionError, must_be, with_article
 from torch_dcpx.keys.wrappers import inside
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
@@ -33,6 +33,9 @@ from torch_dcpx.manager.stored import Record
 from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
+
+_WITHIN = "_schedulers"  # in the state of torch's schedulers of several
+_OF_OLD_TORCH = {"verbose"}
 
 
 @dataclass(eq=False)
@@ -272,6 +275,42 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
         return list(zip(parts, states, strict=True))
     problem = "another sort was saved: give as many, under the same names"
     raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
+
+
+def check_alike(part: Any, state: Any, may_miss: Callable[[str], object]) -> None:
+    """Raises MismatchError: a scheduler was saved that has other names in its state.
+
+    Each must have names that the other has not: versions of torch give one class more, or fewer.
+    """
+    if not (isinstance(state, Mapping) and isinstance(own := part.state_dict(), Mapping)):
+        return
+    lists = [each.get(_WITHIN) for each in (own, state)]
+    for one, saved in zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ():
+        if isinstance(one, Mapping) and isinstance(saved, Mapping):
+            _check_names(part, one, saved, may_miss)
+    _check_names(part, own, state, may_miss)
+
+
+def _check_names(
+    part: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any], may_miss: Callable[[str], object]
+) -> None:
+    here, there = (
+        {key for key in each if key == _WITHIN or not str(key).startswith("_")}
+        for each in (own, saved)
+    )
+    missing = sorted(f"lr_scheduler.{name}" for name in here - there)
+    missing = [name for name in missing if not may_miss(name)]
+    left = sorted(f"lr_scheduler.{name}" for name in there - here - _OF_OLD_TORCH)
+    if missing and left:
+        raise MismatchError(
+            f"lr_scheduler is {with_article(type(part).__name__)}, and another kind was saved: it "
+            f"had {', '.join(left[:5])}, and not {', '.join(missing[:5])}; give one of the kind "
+            "that was saved; strict=False takes what there is, load_optimizer=False leaves "
+            "optimizer and scheduler as they are",
+            fqn=left[0],
+            missing=tuple(missing),
+            left=tuple(left),
+        )
 
 
 def kind_of(part: Any) -> str:
