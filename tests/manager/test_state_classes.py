@@ -156,6 +156,43 @@ def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
     assert [name for name in files if root_lock_number(name) is None] == []
 
 
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ("a.state.0.weight", "state"),
+        ("a.state.1.bias.x", "state"),
+        ("a.param_groups.0", "param_groups"),
+        ("a.param_groups", "param_groups"),
+        ("a.dcpx_kinds", "dcpx_kinds"),
+        ("a.lookahead", "lookahead"),
+        ("a.state", ""),
+        ("a.state.x", ""),
+        ("a.b", ""),
+        ("as", ""),
+    ],
+)
+def test_optimizers_of_which_one_would_be_read_as_another_are_refused_at_the_save(
+    tmp_path: Path, other: str, kind: str
+) -> None:
+    def given(seed: int) -> dict[str, Any]:
+        training = Training(seed)
+        both = [optim.SGD(training.model.parameters(), 0.1, momentum=0.9) for _ in range(2)]
+        training.gradients(1)
+        both[1].step()
+        return {"model": training.model, "optimizer": {"a": Lookahead(both[0]), other: both[1]}}
+
+    if kind:
+        with pytest.raises(UnsupportedError, match=f"read '{other}' as the {kind} of 'a'; give"):
+            manager_of(tmp_path).save(1, **given(0))
+        assert not [path for path in tmp_path.rglob("*") if path.name.startswith("step")]
+        return
+    saved, now = given(0), given(1)
+    manager_of(tmp_path).save(1, **saved)
+    manager_of(tmp_path).resume(**now)
+    states = [described(one["optimizer"][other].state_dict()) for one in (saved, now)]
+    assert states[0] == states[1]
+
+
 def test_own_entries_that_an_optimizer_has_not_are_refused(tmp_path: Path) -> None:
     training = made(KINDS["own entries"], 0)
     train(training, 1)

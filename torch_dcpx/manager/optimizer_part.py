@@ -34,7 +34,7 @@ from torch_dcpx.manager.optimizer_kinds import (
     KindRecord,
     record_of,
 )
-from torch_dcpx.manager.optimizer_state import Blanks, stored_names
+from torch_dcpx.manager.optimizer_state import Blanks, check_apart, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
@@ -110,6 +110,8 @@ class OptimizerPart(LoadPart):
             templates = None if self._has_flat else self._templates(self._own[name])
             own = {**own, **extras}
             states[name] = own | record_of(own, templates, list(extras)).as_items()
+        each_own = self._own.items()
+        check_apart({n: (set(chain.from_iterable(o.names)), o.extras) for n, o in each_own})
         return states if self._is_named else states[""]
 
     def _raw_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ save what else is not as usual (`optimizer_kinds`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
-from torch_dcpx.errors import MismatchError
+from torch_dcpx.errors import MismatchError, UnsupportedError
 from torch_dcpx.keys.key_map import keeps_names
 from torch_dcpx.manager.optimizer_kinds import (
     GROUPS,
+    RECORD,
     STATE,
     Kind,
     KindRecord,
@@ -44,6 +46,28 @@ def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -
         return beneath(prefix, ((name, name) for name in stored))
     mapped = rules.resolve(sizes_of(stored))
     return beneath(prefix, ((name, "".join(entry.sources[:1])) for name, entry in mapped.items()))
+
+
+def check_apart(optimizers: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+    """Raises UnsupportedError: entries of one optimizer would be read as those of another.
+
+    Args:
+        optimizers: names of each one's parameters, and of its own entries, by its name.
+    """
+    for (name, (names, extras)), (other, (others, _)) in itertools.permutations(
+        optimizers.items(), 2
+    ):
+        if not str(other).startswith(f"{name}."):
+            continue
+        kind, _, begin = str(other)[len(str(name)) + 1 :].partition(".")
+        begin += "." if begin else ""
+        entries = [f"{begin}{GROUPS}.0.", *(f"{begin}{STATE}.{one}." for one in others)]
+        is_state = kind == STATE and any(owner_of(entry, names) for entry in entries)
+        if is_state or kind in (GROUPS, RECORD, *extras):
+            raise UnsupportedError(
+                f"optimizers '{name}' and '{other}' cannot be saved as one dict: a resume would "
+                f"read '{other}' as the {kind} of '{name}'; give one of them another name"
+            )
 
 
 class Blanks:
