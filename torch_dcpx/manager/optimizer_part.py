@@ -7,6 +7,7 @@ save writes the present state, and a resume gives each parameter its stored stat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from torch_dcpx.manager.optimizer_kinds import (
     STATE,
     KindRecord,
     record_of,
+    unmade,
 )
 from torch_dcpx.manager.optimizer_state import Blanks, check_apart, stored_names
 from torch_dcpx.manager.translate import (
@@ -132,6 +134,15 @@ class OptimizerPart(LoadPart):
         for one in own[STATE].values():
             if not isinstance(one, Mapping):
                 _refuse(optimizer, f"a parameter's state is a {type(one).__name__}, not a dict")
+            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                continue  # it may take what torch's takes not
+            for key, value in one.items():
+                if kind := unmade(value):
+                    raise UnsupportedError(
+                        f"optimizer {type(optimizer).__name__} has a {kind} in the state "
+                        f"{key!r:.80} of a parameter, of which Optimizer.load_state_dict makes no "
+                        "new one; keep tensors, numbers, lists, tuples and dicts there"
+                    )
         groups = [dict(group) for group in own[GROUPS]]
         return {**own, STATE: dict(own[STATE]), GROUPS: groups}  # DCP renames in them
 
@@ -370,11 +381,12 @@ def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> An
     if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
         is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
         return given.to(own.device) if is_cast else own
-    if type(given) is str:  # torch gives back the repr of a generator
+    if type(given) in (str, set, frozenset):  # torch gives texts back as the repr of a generator
         return given
     if isinstance(own, dict) and isinstance(given, Mapping):
         for name in own.keys() & given.keys():
             own[name] = _as_given(own[name], given[name], cast_to, name)
-    elif type(own) in (list, tuple) and type(own) is type(given) and len(own) == len(given):
-        return type(own)(_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True))
+    elif type(own) in (list, tuple, deque) and type(own) is type(given) and len(own) == len(given):
+        parts = [_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True)]
+        return deque(parts, given.maxlen) if type(given) is deque else type(own)(parts)
     return own

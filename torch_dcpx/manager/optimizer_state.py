@@ -249,6 +249,7 @@ def _nested(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
             made[path[0]] = leaf
         else:
             beneath.setdefault(path[0], {})[path[1:]] = leaf
+            made.setdefault(path[0])  # in its place
     for key, own in beneath.items():
         inner: Any = _nested(own)
         if all(type(at) is int for at in inner) and sorted(inner) == list(range(len(inner))):
