@@ -7,9 +7,8 @@ save writes the present state, and a resume gives each parameter its stored stat
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 from typing import Any, NoReturn
@@ -36,6 +35,7 @@ from torch_dcpx.manager.optimizer_kinds import (
     record_of,
     unmade,
 )
+from torch_dcpx.manager.optimizer_load import dtypes_kept, has_hooks, put_back
 from torch_dcpx.manager.optimizer_state import Blanks, check_apart, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
@@ -271,7 +271,7 @@ class OptimizerPart(LoadPart):
         for own in self._own.values():
             with ExitStack() as stack:
                 for one in own.optimizers:
-                    stack.enter_context(_dtypes_kept(one))
+                    stack.enter_context(dtypes_kept(one))
                 if self._has_flat:
                     shown: Any = [_Shown(one) for one in own.optimizers]
                     options = StateDictOptions(strict=False)
@@ -309,8 +309,8 @@ def _load(own: _Own) -> None:
         new_states = {number: states[name] for number, name in numbers.items() if name in states}
         given = {**extras, STATE: new_states, GROUPS: new_groups}
         one.load_state_dict(given)
-        if not _has_hooks(one):
-            _put_back(one, given)
+        if not has_hooks(one):
+            put_back(one, given)
 
 
 def _quoted(keys: Iterable[object]) -> str:
@@ -337,56 +337,3 @@ class _Shown:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state_dict)
-
-
-@contextmanager
-def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps `load_state_dict` from casting states to the dtypes of their parameters.
-
-    It acts behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
-    does so for a wrapper without hooks.
-    """
-    given: dict[str, Any] = {}
-    handles = []
-    if _has_hooks(optimizer):
-        handles = [
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
-            optimizer.register_load_state_dict_post_hook(
-                lambda one: _put_back(one, given), prepend=True
-            ),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `Optimizer.__init__` has run; a wrapper may not call it."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
-
-
-def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Gives an optimizer's states the dtypes that its load was given."""
-    numbers = chain.from_iterable(group[PARAMS] for group in given[GROUPS])
-    for number, parameter in zip(numbers, parameters_of([one]), strict=True):
-        state, own = given[STATE].get(number), one.state.get(parameter)
-        if state and own:
-            one.state[parameter] = _as_given(own, state, parameter.dtype)
-
-
-def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> Any:
-    """Returns a loaded state, with the given tensors where the load cast them to `cast_to`."""
-    if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
-        is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
-        return given.to(own.device) if is_cast else own
-    if type(given) in (str, set, frozenset):  # torch gives texts back as the repr of a generator
-        return given
-    if isinstance(own, dict) and isinstance(given, Mapping):
-        for name in own.keys() & given.keys():
-            own[name] = _as_given(own[name], given[name], cast_to, name)
-    elif type(own) in (list, tuple, deque) and type(own) is type(given) and len(own) == len(given):
-        parts = [_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True)]
-        return deque(parts, given.maxlen) if type(given) is deque else type(own)(parts)
-    return own
