@@ -234,3 +234,32 @@ def test_saved_parameters_that_are_frozen_or_in_no_model_need_no_group(
     smaller = {"model": model[:1], "optimizer": optimizer}
     manager_of(tmp_path).resume(**smaller, translate=lambda name: name if name[0] == "0" else None)
     manager_of(tmp_path).resume(**smaller, allow_missing=["model.1.*"])
+
+
+def test_log_and_report_tell_settings_that_followed_their_parameters_from_those_that_stayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = of_groups(0, "01")
+    optimizer.param_groups[0]["lr"] = 5.0
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "0", "1")
+    optimizer.param_groups[1]["mine"] = 1
+    parts = {"model": model, "optimizer": optimizer}
+    report = manager_of(tmp_path).resume(**parts, strict=False).report
+    assert rates(model, optimizer) == dict.fromkeys(rates(model, optimizer), 5.0)
+    stayed, followed = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "as they were: optimizer.param_groups.1.mine" in stayed
+    assert "as those of other names: optimizer.param_groups.1.lr, " in followed
+    assert report is not None and report.missing == ("optimizer.param_groups.1.mine",)
+
+
+def test_settings_that_only_a_group_here_has_stay_with_it(tmp_path: Path) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "1", "0")
+    optimizer.param_groups[0]["mine"] = 1
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer, allow_missing=["*.mine"])
+    assert [(group["lr"], group.get("mine")) for group in optimizer.param_groups] == [
+        (2, 1),
+        (1, None),
+    ]

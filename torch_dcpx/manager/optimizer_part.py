@@ -7,7 +7,7 @@ save writes the present state, and a resume gives each parameter its stored stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
@@ -66,7 +66,10 @@ class _Own:
     stored: dict[str, str] = field(default_factory=dict)  # stored names of parameters
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
+    unsaved_keys: dict[str, Collection[str]] = field(default_factory=dict)  # settings, by number
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # the stored groups, by number
     prefix: str = ""  # of the names of its states in the checkpoint
+    filled: tuple[str, ...] = ()  # beginnings of names of settings that follow the parameters
     new: dict[str, Any] = field(default_factory=dict)  # groups and states, checked
 
 
@@ -175,6 +178,7 @@ class OptimizerPart(LoadPart):
                 numbers = count(len(own.names) if self.strict else len(stored))
                 more = takewhile(lambda at: PARAMS in stored.get(str(at), ()), numbers)
                 groups = [*groups.values(), *(blanks.group(str(at), {}) for at in more)]
+                own.unsaved_keys = blanks.unsaved
                 own.unsaved = {
                     at for at in range(len(own.names)) if PARAMS not in stored.get(str(at), ())
                 }
@@ -214,13 +218,18 @@ class OptimizerPart(LoadPart):
             if self.has_named_groups:
                 settings = {p: rekeyed(f"{GROUPS}.{p}", one, None) for p, one in groups.items()}
                 groups = groups_by_parameter(settings, own.names)
+                own.kept = dict(enumerate(groups))
                 saved = own.saved
             else:
                 groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
                 bare = {at for at, g in enumerate(groups) if not g[PARAMS]}
                 if self.rules is not None:
                     groups = translated_groups(groups, self.rules)
-                kept = {at: g for at, g in enumerate(groups) if at not in own.unsaved}
+                own.kept = kept = {
+                    at: {k: v for k, v in g.items() if k not in own.unsaved_keys.get(str(at), ())}
+                    for at, g in enumerate(groups)
+                    if at not in own.unsaved
+                }
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
                 saved = set(chain.from_iterable(g[PARAMS] for g in kept.values()))
                 if self.strict:
@@ -231,8 +240,19 @@ class OptimizerPart(LoadPart):
                 each = (one for one in own.optimizers for _ in one.param_groups)
                 timed = {at for at, one in enumerate(each) if self.has_scheduler(one)}
                 check_places(kept, own.names, timed, is_strict=self.strict)
+                own.filled = tuple(
+                    f"{own.prefix.removesuffix(STATE)}{GROUPS}.{at}.{key}."
+                    for at, names in enumerate(own.names)
+                    for group in kept.values()
+                    if not set(names).isdisjoint(group[PARAMS])
+                    for key in group
+                )
             extras = {key: rekeyed(key, one, own.extras.get(key)) for key, one in loaded.items()}
             own.new = {STATE: self._new_states(own, states, saved), GROUPS: groups, **extras}
+
+    def fills(self, name: str) -> bool:
+        """Returns whether a setting came along with the parameters of its group."""
+        return any(f"{name}.".startswith(own.filled) for own in self._own.values())
 
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
@@ -290,7 +310,7 @@ def _load(own: _Own) -> None:
     """
     extras = dict(own.new)
     groups, states = extras.pop(GROUPS), extras.pop(STATE)
-    owners = {name: at for at, group in enumerate(groups) for name in group[PARAMS]}
+    owners = {name: at for at, group in own.kept.items() for name in group[PARAMS]}
     places = enumerate(own.names)
     for one in own.optimizers:
         new_groups: list[dict[str, Any]] = []
@@ -302,7 +322,7 @@ def _load(own: _Own) -> None:
                 sources = {place}
             made = dict(group)
             for source in sorted(sources):
-                made.update(groups[source])
+                made.update(own.kept.get(source, {}))
             own_numbers = dict(enumerate(names, len(numbers)))
             new_groups.append({**made, PARAMS: list(own_numbers)})
             numbers |= own_numbers

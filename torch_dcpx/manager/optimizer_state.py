@@ -95,6 +95,7 @@ class Blanks:
         self._templates = templates
         self.stored: dict[str, str] = {}  # names of parameters in the checkpoint, by present ones
         self._settings: dict[str, dict[str, str]] = {}  # stored names by setting, by group
+        self.unsaved: dict[str, Collection[str]] = {}  # settings that only a live group has
 
     def states(self, present: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the states of parameters: `present` tensors, by parameter, and new ones."""
@@ -136,7 +137,9 @@ class Blanks:
             owner: number of the group, or name of the parameter.
             live: the settings now; those that are not stored stay.
         """
-        return self._mapping((GROUPS, owner), self._settings.get(owner, {}), live)
+        made = self._mapping((GROUPS, owner), self._settings.get(owner, {}), live)
+        self.unsaved[owner] = live.keys() - made.keys()
+        return {key: made.pop(key, value) for key, value in live.items()} | made
 
     def extras(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's own entries, stored ones and those that `live` has now."""
@@ -144,12 +147,13 @@ class Blanks:
         names = {
             name: source for name, source in self.names.items() if f"{name}.".startswith(begins)
         }
-        return self._mapping((), names, live)
+        made = self._mapping((), names, live)
+        return {key: made.pop(key, value) for key, value in live.items()} | made
 
     def _mapping(
         self, at: _Path, names: Mapping[str, str], live: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a dict of stored names by those in it, and of what only `live` has."""
+        """Returns a dict of stored names by those in it; `live` is what is there now."""
         leaves: dict[_Path, Any] = {}
         for name, source in names.items():
             path = self._path_of(source, name)
@@ -157,8 +161,7 @@ class Blanks:
         for path in self.record.empty:
             if tuple(map(str, path[: len(at)])) == at and (at or path[0] in self.record.extras):
                 leaves[tuple(path[len(at) :])] = {}
-        made = _nested(leaves)
-        return {key: made.pop(key, value) for key, value in live.items()} | made
+        return _nested(leaves)
 
     def _leaf(self, source: str, path: _Path, now: Any, owner: Any) -> Any:
         """Returns what the load fills, or None: it puts the stored object there."""
