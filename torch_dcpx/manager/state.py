@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.stateful import LoadPart, Takes
 from torch_dcpx.errors import MismatchError, OptionError, must_be, with_article
-from torch_dcpx.keys.wrappers import inside
+from torch_dcpx.keys.wrappers import has_crossed_names, inside, plain_names
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
@@ -50,16 +50,28 @@ class ModelPart(LoadPart):
         # DCP's functions rename one name after the other: of a wrapped model with "a" and
         # "module.a" one takes the place of the other.
         self._inside = inside(self.model)
+        self._is_crossed = has_crossed_names(self._inside)  # of wrappers that lie in it
 
     takes = Takes.EXTRA_STATES
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = get_model_state_dict(self._inside)
+        if self._is_crossed:
+            own = self._inside.state_dict()
+            names = plain_names({"": self._inside}, own)
+            state = {names.get(name, name): value for name, value in own.items()}
+        else:
+            state = get_model_state_dict(self._inside)
         if self.rules is not None:
             self.rules.own = state.keys()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._is_crossed:
+            names = plain_names({"": self._inside}, self._inside.state_dict())
+            raw = {plain: name for name, plain in names.items()}
+            state = {raw.get(name, name): value for name, value in state.items()}
+            self._inside.load_state_dict(state, strict=self.strict)
+            return
         set_model_state_dict(self._inside, state, options=StateDictOptions(strict=self.strict))
 
 
