@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank
+from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank, UnsupportedError
 from torch_dcpx.checkpoint import containers, save_run
 from torch_dcpx.checkpoint.load import LoadRun
 
@@ -209,6 +209,20 @@ def test_values_of_each_rank_come_back_where_the_state_has_none(tmp_path: Path) 
             manager.resume(state={"a": 0, "r": None})
 
 
+@pytest.mark.parametrize("value", [{"x": PerRank(1)}, [1, PerRank(2)], {"a": [{"b": PerRank(1)}]}])
+def test_value_of_each_rank_within_another_is_refused_at_the_save(
+    tmp_path: Path, value: Any
+) -> None:
+    with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+        with pytest.raises(
+            UnsupportedError, match=r"state\.r.*PerRank is a value of state= itself"
+        ):
+            manager.save(1, state={"r": value})
+        assert manager.latest() is None
+    copied = copy.deepcopy(PerRank([1]))
+    assert copied.value == [1]
+
+
 def test_plain_value_takes_no_place_of_a_ranks_own(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
         manager.save(1, state={"a": 1, "r": 5})
@@ -307,6 +321,8 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "tensor for a dict": (tensor(3), {}),
     "text for a tensor": ("text", tensor(0)),
     "list for an empty one": ([tensor(1), tensor(2)], []),
+    "empty ones": ({"a": {}, "b": {"c": [{}], 1: 2}}, {}),
+    "empty ones alone": ({"a": {"b": {}}}, {}),
 }
 
 

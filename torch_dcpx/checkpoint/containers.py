@@ -24,6 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx._hooks import is_own
+from torch_dcpx.checkpoint.stateful import is_extra_state
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
@@ -146,6 +147,10 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
     for key, part in state.items():
         if isinstance(part, (Mapping, list)) and (planner.dcpx_is_odd or key in growing):
             note_containers(part, (str(key),), record)
+        elif isinstance(part, Mapping):
+            for name in filter(is_extra_state, part):
+                if isinstance(part[name], (Mapping, list)):
+                    note_containers(part[name], (str(key), name), record)
     if record.containers:
         told = sorted(record.containers.items(), key=repr), sorted(record.orders.items(), key=repr)
         digest = hashlib.blake2b(repr(told).encode("utf-8", "replace")).hexdigest()
