@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank
+from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank, UnsupportedError
 from torch_dcpx.checkpoint import containers, save_run
 from torch_dcpx.checkpoint.load import LoadRun
 
@@ -46,7 +46,7 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
-        keys = {(type(key), key) for key in one} == {(type(key), key) for key in other}
+        keys = [(type(key), key) for key in one] == [(type(key), key) for key in other]
         return keys and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
@@ -83,6 +83,12 @@ GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
     "OrderedDict": ({"o": OrderedDict(b=1, a=2)}, {}),
     "defaultdict": ({"d": defaultdict(list, {1: [1]})}, {}),
     "empty ones": ({"a": {"b": {}, "c": [], "d": [{}], "e": [[{}], {}], "t": ()}, "z": 1}, {}),
+    "an empty one": ({}, {}),
+    "empty ones alone": ({None: {}, "a": {"b": [{}], 1: OrderedDict()}}, {}),
+    "empty ones beneath what is there": ({"a": {"x": 1, "b": {}}, "l": [{}]}, {"a": {"x": 0}}),
+    "empty ones in a list that is there": ([{"x": 1}, {}, [{}]], [{"x": 0}]),
+    "empty ones in place of an empty dict": ({"l": [{}, {}]}, {"l": {}}),
+    "empty ones before others": ({"e": {}, "b": {"d": {}, "c": 1}, "a": [{}], "z": tensor(2)}, {}),
     "list of dicts": ([{"a": 1.0}, {"a": 2.0}], []),
     "longer list": ([tensor(0), tensor(1), {"x": 1}], [tensor(9)]),
     "gaps": ([tensor(0), {}, {"a": {}}, tensor(2)], [tensor(9)]),
@@ -203,6 +209,20 @@ def test_values_of_each_rank_come_back_where_the_state_has_none(tmp_path: Path) 
             manager.resume(state={"a": 0, "r": None})
 
 
+@pytest.mark.parametrize("value", [{"x": PerRank(1)}, [1, PerRank(2)], {"a": [{"b": PerRank(1)}]}])
+def test_value_of_each_rank_within_another_is_refused_at_the_save(
+    tmp_path: Path, value: Any
+) -> None:
+    with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+        with pytest.raises(
+            UnsupportedError, match=r"state\.r.*PerRank is a value of state= itself"
+        ):
+            manager.save(1, state={"r": value})
+        assert manager.latest() is None
+    copied = copy.deepcopy(PerRank([1]))
+    assert copied.value == [1]
+
+
 def test_plain_value_takes_no_place_of_a_ranks_own(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
         manager.save(1, state={"a": 1, "r": 5})
@@ -238,14 +258,37 @@ def test_smaller_module_takes_no_parameters(tmp_path: Path) -> None:
     assert report.unexpected == ("m.bias",)
 
 
-def test_record_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"containers": [1]},
+        {"containers": {5: ("", [])}},
+        {"containers": {("k", 1.5): ("", [])}},
+        {"containers": {("k",): ("", [])}, "nameless": 1},
+        {"containers": {("k",): ("", [])}, "orders": {("k",): 1}},
+    ],
+)
+@pytest.mark.parametrize("begin", [containers.RECORD, containers.EMPTY])
+def test_record_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, record: Any
+) -> None:
     def add(planner: Any, *_: Any) -> None:
-        name = containers.RECORD + "0"
-        planner.state_dict[name], planner.mappings[name] = {"containers": [1]}, (name,)
+        planner.state_dict[f"{begin}0"], planner.mappings[f"{begin}0"] = record, (f"{begin}0",)
 
     monkeypatch.setattr(save_run, "add_record", add)
-    with pytest.raises(CorruptionError, match=r"read the item 'dcpx\.keys\.0' .*no record"):
+    with pytest.raises(CorruptionError, match=rf"read the item '{begin}0' .*no record"):
         through("stateful", tmp_path / "p", {7: 1}, {})
+
+
+def test_record_of_before_tells_of_empty_ones_in_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(containers, "EMPTY", containers.RECORD)
+    monkeypatch.setattr(
+        containers.Record, "_asdict", lambda record: {"containers": record.containers}
+    )
+    saved = {"a": {"b": {}, "c": 1}, "d": {}}
+    assert through("stateful", tmp_path / "p", saved, {}) == {"a": {"b": {}, "c": 1}}
 
 
 def test_states_of_text_keys_have_no_record(tmp_path: Path) -> None:
@@ -278,6 +321,8 @@ EXTRA: dict[str, tuple[Any, Any]] = {
     "tensor for a dict": (tensor(3), {}),
     "text for a tensor": ("text", tensor(0)),
     "list for an empty one": ([tensor(1), tensor(2)], []),
+    "empty ones": ({"a": {}, "b": {"c": [{}], 1: 2}}, {}),
+    "empty ones alone": ({"a": {"b": {}}}, {}),
 }
 
 

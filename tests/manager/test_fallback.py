@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support.ranks import run_cases
@@ -381,3 +382,11 @@ def test_note_of_damage_takes_nothing_of_who_commits_meanwhile(tmp_path: Path) -
 @pytest.mark.multirank
 def test_ranks_fall_back_together_whichever_has_read_the_damage(tmp_path: Path) -> None:
     run_cases(WORKER, 2, "all", tmp_path)
+
+
+def test_array_of_objects_is_no_damage(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state={"x": 1})
+        manager.save(2, state={"x": numpy.array([1, "a"], dtype=object)})
+        with pytest.raises(UnsafePickleError, match=r"'state\.x'.*a NumPy array of objects: save"):
+            manager.resume(state={"x": 0})

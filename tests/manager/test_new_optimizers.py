@@ -115,3 +115,151 @@ def test_settings_that_are_tensors_are_told_apart_where_they_are_by_parameter(
         load({"optimizer": OptimizerPart(model, together, has_named_groups=True)}, tmp_path)
     load({"optimizer": part}, tmp_path)
     assert [group["lr"].item() for group in apart.param_groups] == pytest.approx([0.1, 0.2])
+
+
+def of_groups(seed: int, *groups: str, kind: Any = torch.optim.SGD) -> tuple[Any, Any]:
+    """Returns a model, and an optimizer with groups of its layers by number; rates are as these."""
+    model = Training(seed).model
+    made = [
+        {"params": [p for at in each for p in model[int(at)].parameters()], "lr": 1.0 + at}
+        for at, each in enumerate(groups)
+    ]
+    return model, kind(made, lr=9.0)
+
+
+def rates(model: Any, optimizer: Any) -> dict[str, float]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+
+
+def fall(epoch: int) -> float:
+    return 0.5**epoch
+
+
+class Wrapped:
+    """A scheduler that shows no optimizer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.inner = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+        self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
+
+
+def under(door: str, optimizer: Any) -> dict[str, Any]:
+    """Returns the arguments that give a scheduler of an optimizer to a manager."""
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
+    given: dict[str, Any] = {
+        "alone": {"lr_scheduler": scheduler},
+        "by name": {"lr_scheduler": {"x": scheduler}},
+        "in state": {"state": {"x": scheduler}},
+        "wrapped": {"lr_scheduler": Wrapped(optimizer)},
+    }[door]
+    return given
+
+
+@pytest.mark.parametrize("door", ["alone", "by name", "in state", "wrapped"])
+def test_groups_of_a_scheduler_that_stand_elsewhere_are_refused(
+    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer, **under(door, optimizer))
+    model, optimizer = of_groups(1, "1", "0")
+    parts = {"model": model, "optimizer": optimizer, **under(door, optimizer)}
+    text = r"'1\.weight' is in group 0 and was in 1, '0\.weight' .*make the groups in the saved"
+    with pytest.raises(MismatchError, match=text):
+        manager_of(tmp_path).resume(**parts)
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer)  # its settings find them
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
+    manager_of(tmp_path).resume(**parts, strict=False)
+    (warning,) = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "stand elsewhere than they were saved" in warning.getMessage()
+    model, optimizer = of_groups(2, "0", "1")
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer, **under(door, optimizer))
+
+
+def test_groups_without_a_scheduler_may_stand_elsewhere_beside_one_that_has_it(
+    tmp_path: Path,
+) -> None:
+    def parts(seed: int, *groups: str) -> dict[str, Any]:
+        model, optimizer = of_groups(seed, *groups)
+        free = torch.optim.SGD(model.parameters(), lr=7.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(free, fall)
+        both = {"free": free, "held": optimizer}
+        return {"model": model, "optimizer": both, "lr_scheduler": scheduler}
+
+    manager_of(tmp_path).save(1, **parts(0, "0", "1"))
+    now = parts(1, "1", "0")
+    manager_of(tmp_path).resume(**now)
+    wanted = {"1.weight": 2.0, "1.bias": 2.0, "0.weight": 1.0, "0.bias": 1.0}
+    assert rates(now["model"], now["optimizer"]["held"]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "names", "glob"),
+    [
+        (("0", "1"), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
+        (("0", "1"), ("0", ""), ("state.1.weight", "state.1.bias"), "optimizer.param_groups.1.*"),
+        (("01",), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
+        (("01", ""), ("01",), ("param_groups.1",), "optimizer.param_groups.1"),
+        (("", "01"), ("01",), ("param_groups.0",), "optimizer.param_groups.0.*"),
+        (("", "0", "1"), ("0", "", "1"), ("param_groups.0",), "*"),
+    ],
+)
+def test_what_saved_groups_had_and_no_group_has_is_refused(
+    tmp_path: Path, saved: Any, now: Any, names: Any, glob: str
+) -> None:
+    model, optimizer = of_groups(0, *saved)
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, *now)
+    parts = {"model": model, "optimizer": optimizer}
+    text = "in none of its groups now.*add_param_group"
+    with pytest.raises(MismatchError, match=text) as caught:
+        manager_of(tmp_path).resume(**parts)
+    assert caught.value.left == tuple(f"optimizer.{name}" for name in names)
+    manager_of(tmp_path).resume(**parts, allow_missing=[glob])
+    manager_of(tmp_path).resume(**parts, strict=False)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_saved_parameters_that_are_frozen_or_in_no_model_need_no_group(
+    tmp_path: Path, is_wrapped: bool
+) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "0")
+    held = torch.compile(model, backend="eager") if is_wrapped else model
+    with pytest.raises(MismatchError, match=r"'optimizer\.state\.1\.weight'"):
+        manager_of(tmp_path).resume(model=held, optimizer=optimizer)
+    model[1].requires_grad_(False)
+    manager_of(tmp_path).resume(model=held, optimizer=optimizer)
+    smaller = {"model": model[:1], "optimizer": optimizer}
+    manager_of(tmp_path).resume(**smaller, translate=lambda name: name if name[0] == "0" else None)
+    manager_of(tmp_path).resume(**smaller, allow_missing=["model.1.*"])
+
+
+def test_log_and_report_tell_settings_that_followed_their_parameters_from_those_that_stayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = of_groups(0, "01")
+    optimizer.param_groups[0]["lr"] = 5.0
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "0", "1")
+    optimizer.param_groups[1]["mine"] = 1
+    parts = {"model": model, "optimizer": optimizer}
+    report = manager_of(tmp_path).resume(**parts, strict=False).report
+    assert rates(model, optimizer) == dict.fromkeys(rates(model, optimizer), 5.0)
+    stayed, followed = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "as they were: optimizer.param_groups.1.mine" in stayed
+    assert "as those of other names: optimizer.param_groups.1.lr, " in followed
+    assert report is not None and report.missing == ("optimizer.param_groups.1.mine",)
+
+
+def test_settings_that_only_a_group_here_has_stay_with_it(tmp_path: Path) -> None:
+    model, optimizer = of_groups(0, "0", "1")
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    model, optimizer = of_groups(1, "1", "0")
+    optimizer.param_groups[0]["mine"] = 1
+    manager_of(tmp_path).resume(model=model, optimizer=optimizer, allow_missing=["*.mine"])
+    assert [(group["lr"], group.get("mine")) for group in optimizer.param_groups] == [
+        (2, 1),
+        (1, None),
+    ]

@@ -150,6 +150,7 @@ def test_parameters_whose_group_stood_behind_those_that_are_left_find_its_settin
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     manager.save(1, model=training.model, optimizer=of_layers(training, 0.1, 0.01))
     optimizer = optim.AdamW(other.model[1].parameters(), lr=0.5)
+    other.model[0].requires_grad_(False)
     manager.resume(model=other.model, optimizer=optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.01
 

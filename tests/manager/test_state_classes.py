@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections import deque, namedtuple
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from classes import EveryClass, Lookahead, described
@@ -156,6 +159,139 @@ def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
     assert [name for name in files if root_lock_number(name) is None] == []
 
 
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ("a.state.0.weight", "state"),
+        ("a.state.1.bias.x", "state"),
+        ("a.param_groups.0", "param_groups"),
+        ("a.param_groups", "param_groups"),
+        ("a.dcpx_kinds", "dcpx_kinds"),
+        ("a.lookahead", "lookahead"),
+        ("a.state", ""),
+        ("a.state.x", ""),
+        ("a.b", ""),
+        ("as", ""),
+    ],
+)
+def test_optimizers_of_which_one_would_be_read_as_another_are_refused_at_the_save(
+    tmp_path: Path, other: str, kind: str
+) -> None:
+    def given(seed: int) -> dict[str, Any]:
+        training = Training(seed)
+        both = [optim.SGD(training.model.parameters(), 0.1, momentum=0.9) for _ in range(2)]
+        training.gradients(1)
+        both[1].step()
+        return {"model": training.model, "optimizer": {"a": Lookahead(both[0]), other: both[1]}}
+
+    if kind:
+        with pytest.raises(UnsupportedError, match=f"read '{other}' as the {kind} of 'a'; give"):
+            manager_of(tmp_path).save(1, **given(0))
+        assert not [path for path in tmp_path.rglob("*") if path.name.startswith("step")]
+        return
+    saved, now = given(0), given(1)
+    manager_of(tmp_path).save(1, **saved)
+    manager_of(tmp_path).resume(**now)
+    states = [described(one["optimizer"][other].state_dict()) for one in (saved, now)]
+    assert states[0] == states[1]
+
+
+def holding(value: Any, seed: int = 0, place: str = "state") -> Training:
+    """Returns a training whose optimizer has a value in a state, or among its settings."""
+    training = made(lambda parameters: optim.SGD(parameters, 0.1), seed)
+    value = value() if callable(value) else value
+    group = training.optimizer.param_groups[0]
+    held = group if place == "param_groups" else training.optimizer.state[group["params"][0]]
+    held["v"] = value
+    return training
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("value", "place", "text"),
+    [
+        (quantized, "state", r"'state\.0\.weight\.v' is a quantized Tensor \(torch\.qint8\)"),
+        (
+            lambda: [{"x": quantized()}],
+            "param_groups",
+            r"'param_groups\.0\.v\.0\.x' is a quantized Tensor",
+        ),
+        (numpy.arange(3), "state", r"SGD has a numpy\.ndarray in the state 'v'"),
+        ({"x": [1, (numpy.array(2.0),)]}, "state", r"SGD has a numpy\.ndarray in the state 'v'"),
+        (range(3), "state", r"a builtins\.range in"),
+        (Pair(1, 2), "state", r"a .*\.Pair in"),
+    ],
+)
+def test_values_that_no_load_makes_anew_are_refused_at_the_save(
+    tmp_path: Path, value: Any, place: str, text: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        manager_of(tmp_path).save(1, **parts(holding(value, 0, place)))
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("step")]
+
+
+def test_values_that_an_optimizers_own_load_takes_are_saved(tmp_path: Path) -> None:
+    class Own(optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.taken = state_dict["state"][0]["v"]
+
+    training, other = made(lambda p: Own(p, 0.1), 0), made(lambda p: Own(p, 0.1), 1)
+    training.optimizer.state[training.model[0].weight] = {"v": numpy.arange(3)}
+    manager_of(tmp_path).save(1, **parts(training))
+    manager_of(tmp_path).resume(**parts(other))
+    assert other.optimizer.taken.tolist() == [0, 1, 2]  # type: ignore[attr-defined]
+
+
+def marked(value: Any) -> Any:
+    """As `described`, with classes and marks of tensors, and what sets and deques hold."""
+    if isinstance(value, torch.Tensor):
+        return type(value), value.requires_grad, value.is_leaf, value.dtype, value.tolist()
+    if isinstance(value, (list, dict)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return type(value), [(key, marked(one)) for key, one in pairs]
+    return type(value), value, getattr(value, "maxlen", None)
+
+
+NO_LEAF = "no leaf"
+KEPT = {
+    "requires grad": torch.ones(3, requires_grad=True),
+    NO_LEAF: torch.ones(3, requires_grad=True) * 2,
+    "parameter": torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
+    "frozen": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+    "within": {"z": [torch.nn.Parameter(torch.ones(2)), 1], "a": 2, 5: {"x": torch.ones(1)}},
+    "texts in a set": {"a", "b"},
+    "deque": deque(["a", 1], maxlen=3),
+}
+
+
+# torch copies settings, and no tensor that is no leaf.
+PLACES = [(name, at) for name in KEPT for at in ("state", "param_groups")]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"), [one for one in PLACES if one != (NO_LEAF, "param_groups")]
+)
+def test_marks_of_tensors_and_texts_in_sets_come_back(
+    tmp_path: Path, name: str, place: str
+) -> None:
+    manager_of(tmp_path).save(1, **parts(holding(KEPT[name], 0, place)))
+    now = copy.deepcopy(KEPT[name]) if name != NO_LEAF else torch.zeros(3)
+    others = [holding(now, 1, place), made(lambda parameters: optim.SGD(parameters, 0.1), 1)]
+    wanted = KEPT[name].detach().requires_grad_() if name == NO_LEAF else KEPT[name]
+    for other in others:
+        manager_of(tmp_path).resume(**parts(other))
+        group = other.optimizer.param_groups[0]
+        held = group if place == "param_groups" else other.optimizer.state[group["params"][0]]
+        assert marked(held["v"]) == marked(wanted)
+
+
 def test_own_entries_that_an_optimizer_has_not_are_refused(tmp_path: Path) -> None:
     training = made(KINDS["own entries"], 0)
     train(training, 1)
@@ -193,6 +329,7 @@ GOOD = {"format": 1, "kinds": [], "keys": {}, "empty": [], "extras": []}
             {"kinds": [[["T", None, None, [64], "cpu"], ["a"]]]}, {"keys": {"a": [[1, 2]]}},
             {"keys": {"a": [["x", {"bytes": "zz"}]]}}, {"keys": {"a": [["x", {"a": 1, "b": 2}]]}},
             {"keys": {"a": [["x", [1]]]}}, {"empty": [[]]}, {"empty": [[None]]}, {"extras": [1]},
+            {"grads": [1]}, {"parameters": 1},
         )),
     ],
 )  # fmt: skip

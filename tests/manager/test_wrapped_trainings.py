@@ -65,6 +65,22 @@ def test_any_wrapper_resumes_what_any_has_saved(tmp_path: Path, name: str, trans
             assert torch.equal(mine, its)
 
 
+@pytest.mark.parametrize("name", MODELS_IN_ORDER)
+def test_wrappers_within_a_model_mix_no_names(tmp_path: Path, name: str) -> None:
+    def within(wrap: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = training(name, wrap, seed)
+        return nn.Sequential(nn.Identity(), model), optimizer
+
+    for saved in KINDS:
+        source = within(saved, 1)
+        manager = manager_of(tmp_path / saved)
+        manager.save(1, model=source[0], optimizer=source[1])
+        for wrap in KINDS:
+            other = within(wrap, 5)
+            manager.resume(model=other[0], optimizer=other[1])
+            assert_equal(other, source)
+
+
 def test_translate_renames_a_submodule_that_is_called_module(tmp_path: Path) -> None:
     model, optimizer = training("norms", "DDP", 1)
     manager = manager_of(tmp_path)

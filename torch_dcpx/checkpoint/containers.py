@@ -4,9 +4,12 @@ A checkpoint holds values by texts: it says no key's type, no class of a dict, a
 empty one. Where a state has such, a save of `save` or `async_save` keeps one more object,
 "dcpx.keys.DIGEST", which no state asks for:
 
-    {"containers": {path: (class of the dict or list, [keys that are no texts])}}
+    {"containers": {path: (class of the dict or list, [keys that are no texts])},
+     "nameless": [path of an empty dict, or of a dict or list of nothing but such],
+     "orders": {path of a dict that holds one: [texts of its keys]}}
 
-Ranks with equal states write one, others several, so a load joins all of them.
+With nameless ones the object is "dcpx.keys.empty.DIGEST": a load looks there though no name is new
+to it. Ranks with equal states write one, others several, so a load joins all of them.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx._hooks import is_own
+from torch_dcpx.checkpoint.stateful import is_extra_state
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.reader.reader import DcpxReader, quiet_reader
 
 RECORD = "dcpx.keys."  # begins the names of the items
+EMPTY = RECORD + "empty."
 _MAX_DEPTH = 64
 _KEYS = frozenset((int, bool, float, complex, bytes, type(None), torch.dtype, torch.device))
 _FACTORIES: dict[str, Any] = {
@@ -48,6 +53,8 @@ class Kept(NamedTuple):
 
     kind: str = ""  # its class; "" for a dict or a list itself
     keys: Mapping[str, Any] = {}  # those that are no texts, by text; of no known type: `Kept`
+    order: Sequence[str] = ()  # texts of all keys, if one of the values is nameless
+    is_nameless: bool = False
 
     def made(self) -> Any:
         """Returns a new dict or list of its class; None where that cannot be made."""
@@ -55,24 +62,41 @@ class Kept(NamedTuple):
         return None if make is None else make()
 
 
-def note_containers(value: Any, path: Path, found: dict[Path, Any]) -> None:
-    """Adds to `found` what the names of a value at `path` do not say of its dicts and lists."""
+class Record(NamedTuple):
+    """What a save tells of its dicts and lists; the keys of the object."""
+
+    containers: dict[Path, Any]
+    nameless: list[Path]
+    orders: dict[Path, list[str]]
+
+
+def note_containers(value: Any, path: Path, record: Record) -> bool:
+    """Adds to a record what the names of a value at `path` do not say of its dicts and lists.
+    Returns whether the value is nameless.
+    """
+    found, nameless = record.containers, 0
+    before = len(found)
     if isinstance(value, Mapping):
         keys = [_told(key) for key in value if type(key) is not str and str(key) != key]
-        kind, before = _kind_of(value, dict), len(found)
+        kind = _kind_of(value, dict)
         for key, part in value.items():
             if isinstance(part, (Mapping, list)):
-                note_containers(part, (*path, str(key)), found)
-        # What holds nothing but empty ones has no name either.
+                nameless += note_containers(part, (*path, str(key)), record)
         if keys or kind or not value or len(found) > before:
             found[path] = kind, keys
-    elif isinstance(value, list):
-        kind, before = _kind_of(value, list), len(found)
+        if nameless:
+            record.orders[path] = list(map(str, value))
+    else:
+        kind = _kind_of(value, list)
         for at, part in enumerate(value):
             if isinstance(part, (Mapping, list)):
-                note_containers(part, (*path, at), found)
+                nameless += note_containers(part, (*path, at), record)
         if kind or len(found) > before:
             found[path] = kind or "list", []
+    is_nameless = nameless == len(value) and (nameless > 0 or isinstance(value, Mapping))
+    if is_nameless:
+        record.nameless.append(path)
+    return is_nameless
 
 
 def _kind_of(value: Any, plain: type) -> str:
@@ -119,14 +143,19 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
     )
     if not (is_known and planner.flatten_state_dict):
         return
-    found: dict[Path, Any] = {}
+    record = Record({}, [], {})
     for key, part in state.items():
-        if planner.dcpx_is_odd or key in growing:
-            note_containers(part, (str(key),), found)
-    if found:
-        digest = hashlib.blake2b(repr(sorted(found.items(), key=repr)).encode("utf-8", "replace"))
-        name = RECORD + digest.hexdigest()[:16]
-        planner.state_dict[name] = {"containers": found}
+        if isinstance(part, (Mapping, list)) and (planner.dcpx_is_odd or key in growing):
+            note_containers(part, (str(key),), record)
+        elif isinstance(part, Mapping):
+            for name in filter(is_extra_state, part):
+                if isinstance(part[name], (Mapping, list)):
+                    note_containers(part[name], (str(key), name), record)
+    if record.containers:
+        told = sorted(record.containers.items(), key=repr), sorted(record.orders.items(), key=repr)
+        digest = hashlib.blake2b(repr(told).encode("utf-8", "replace")).hexdigest()
+        name = (EMPTY if record.nameless else RECORD) + digest[:16]
+        planner.state_dict[name] = record._asdict()
         planner.mappings[name] = (name,)
 
 
@@ -139,10 +168,15 @@ def read_containers(reader: DcpxReader, metadata: Metadata) -> dict[Path, Kept]:
     found: dict[Path, Kept] = {}
     for name, record in zip(names, _read(reader, names), strict=True):
         try:
+            nameless, orders = set(record.get("nameless", ())), record.get("orders", {})
             for path, (kind, keys) in record["containers"].items():
+                if type(path) is not tuple or not {*map(type, path)} <= {str, int}:
+                    raise TypeError(f"{path!r:.80} is no path")
                 known = found.get(path, Kept(kind))
                 own = {_text_of(key): Kept() if type(key) is list else key for key in keys}
-                found[path] = Kept(known.kind, {**own, **known.keys})
+                order = known.order or [*map(_text_of, orders.get(path, ()))]
+                is_nameless = known.is_nameless or path in nameless
+                found[path] = Kept(known.kind, {**own, **known.keys}, order, is_nameless)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             message = (
                 f"read the item '{name}' of '{reader.path}': no record of a save: {error!r:.99}"

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_dcpx.checkpoint.containers import Kept, Path
+from torch_dcpx.checkpoint.containers import Kept, Path, read_containers
 from torch_dcpx.checkpoint.stateful import EXTRA_STATE, Takes, is_extra_state
 from torch_dcpx.reader.elements import StateKeys
+from torch_dcpx.reader.reader import DcpxReader
 
 _HOLE: Any = object()  # an element of a list that has no value yet
 
@@ -76,29 +77,55 @@ class Grower:
         self._keys = StateKeys()
         self._made: dict[Path, Any] = {}  # new dicts and lists, by their paths
         self._touched: dict[Path, list[Any]] = {}  # lists with a new element
+        self._added: dict[Path, tuple[Any, dict[str, Any]]] = {}  # dicts, new keys by text
+
+    @classmethod
+    def of_saved(
+        cls, growth: Growth, metadata: Metadata, reader: DcpxReader, numbered: Container[Path]
+    ) -> Grower:
+        """Returns one that knows what a checkpoint tells. Raises: as `read_containers`."""
+        kept = read_containers(reader, metadata)
+        return cls(growth, metadata.state_dict_metadata, kept, numbered)
 
     def grow(
-        self, state: Any, keys: Mapping[str, Any], names: Mapping[str, Path]
+        self, state: Any, parts: Mapping[Any, Takes], names: Mapping[str, Path]
     ) -> list[tuple[str, str]]:
-        """Makes an entry for each name at its path in the parts of a state; `keys` are those of
-        the parts by text. Returns names of which it can make none, and why.
+        """Makes an entry for each name at its path in the parts of a state, and what is nameless.
+        Returns names of which it can make none, and why.
         """
-        refused = []
+        refused, keys = [], {str(key): key for key in parts}
         for name, path in names.items():
             try:
                 self._add(state[keys[str(path[0])]], path, blank(self._stored[name]))
             except (TypeError, ValueError, RuntimeError) as error:  # the last: no memory
                 refused.append((name, str(error)))
-        for path, kept in sorted(self._kept.items(), key=lambda one: len(one[0])):
+        for path in self._nameless(parts):
             try:
-                self._add_empty(path, kept)
+                self._add_empty(state[keys[str(path[0])]], path)
             except TypeError as error:
                 refused.append((_name(path), str(error)))
+        for path, (container, added) in self._added.items():
+            for text in self._kept.get(path, Kept()).order:
+                if text in added:  # to the end
+                    container[added[text]] = container.pop(added[text])
         for path, each in self._touched.items():
             holes = [(*path, at) for at, value in enumerate(each) if value is _HOLE]
             why = "an empty dict or list, of which nothing says which"
             refused += [(_name(hole), why) for hole in holes]
         return refused
+
+    def lacks(self, state: Any, parts: Mapping[Any, Takes]) -> bool:
+        """Returns whether anything nameless that these parts take is not there."""
+        keys = {str(key): key for key in parts}
+        try:
+            return any(self._gap(state[keys[str(path[0])]], path) for path in self._nameless(parts))
+        except TypeError:  # its key cannot be told: `grow` says so
+            return True
+
+    def _nameless(self, parts: Mapping[Any, Takes]) -> list[Path]:
+        """Returns the paths of what has, or may have, no name beneath these parts."""
+        found = [path for path in self._kept if _is_taken(path, parts)]
+        return sorted(found, key=len)
 
     def replace(self, state: Any, path: Path, name: str) -> bool:
         """Puts what is stored under a name in place of the value at a path. Returns whether it can
@@ -139,9 +166,11 @@ class Grower:
             container = child
 
     def _put(self, container: Any, path: Path, key: Any, value: Any) -> None:
-        self._growth.put(container, key, value)
         if isinstance(container, list):
             self._touched[path] = container
+        elif key not in container:
+            self._added.setdefault(path, (container, {}))[1][str(key)] = key
+        self._growth.put(container, key, value)
 
     def _new(self, path: Path, inner: str | int | None) -> Any:
         """Returns a new dict for a text within, a list for an index, the saved one for None."""
@@ -168,17 +197,30 @@ class Grower:
             raise TypeError("its key was an object that no load makes anew")
         return kept
 
-    def _add_empty(self, path: Path, kept: Kept) -> None:
-        """Puts a dict or list without names back into one that is new, or has new elements."""
-        around = self._made.get(path[:-1], self._touched.get(path[:-1]))
-        if around is None or path in self._made:
-            return
-        key = self._key(around, path[:-1], path[-1])
-        is_there = key in around if isinstance(around, Mapping) else _at(around, key) is not _HOLE
-        if isinstance(around, list) and key >= len(around):
-            is_there = False
-        if not is_there:
-            self._put(around, path[:-1], key, self._new(path, None))
+    def _add_empty(self, part: Any, path: Path) -> None:
+        """Puts a nameless dict or list to its path, if what was around it is there."""
+        gap = self._gap(part, path)
+        if gap is not None:
+            self._put(gap[0], path[:-1], gap[1], self._new(path, None))
+
+    def _gap(self, part: Any, path: Path) -> tuple[Any, Any] | None:
+        """Returns the dict or list that lacks a nameless one, and its key there."""
+        kept, around = self._kept[path], part
+        key: Any = None
+        for at in range(1, len(path)):
+            around = part if at == 1 else _at(around, key)
+            if not isinstance(around, list if type(path[at]) is int else Mapping):
+                return None
+            key = self._key(around, path[:at], path[at])
+        if not (kept.is_nameless or path[:-1] in self._made or path[:-1] in self._touched):
+            return None  # an older save does not say what is nameless
+        if isinstance(around, list):
+            is_there = key < len(around) and around[key] is not _HOLE
+        else:
+            is_there = key in around
+        now = _at(around, key) if is_there else None
+        is_list = kept.kind == "list" and isinstance(now, Mapping) and not now
+        return (around, key) if not is_there or is_list else None
 
 
 def _name(path: Path) -> str:
@@ -219,16 +261,21 @@ def paths_of(
     names: Iterable[str], metadata: Metadata, parts: Mapping[Any, Takes]
 ) -> dict[str, Path]:
     """Returns the paths of those names that were saved beneath a part that takes them."""
-    texts = {str(key): takes for key, takes in parts.items()}
     paths, found = metadata.planner_data, {}
     for name in names if isinstance(paths, Mapping) else ():
         path = paths.get(name)
         is_path = isinstance(path, tuple) and len(path) > 1 and {*map(type, path)} <= {str, int}
-        if is_path and _name(path) == name:
-            takes = texts.get(path[0], Takes.NOTHING)
-            if takes is Takes.ALL or (takes is not Takes.NOTHING and is_extra_state(path[1])):
-                found[name] = path
+        if is_path and _name(path) == name and _is_taken(path, parts):
+            found[name] = path
     return found
+
+
+def _is_taken(path: Path, parts: Mapping[Any, Takes]) -> bool:
+    """Returns whether a path lies beneath a part that takes it."""
+    if len(path) < 2:
+        return False
+    takes = next((own for key, own in parts.items() if str(key) == path[0]), Takes.NOTHING)
+    return takes is Takes.ALL or (takes is not Takes.NOTHING and is_extra_state(path[1]))
 
 
 def blank(entry: Any, device: torch.device | None = None) -> Any:

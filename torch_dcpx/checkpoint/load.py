@@ -231,16 +231,21 @@ class LoadRun:
         total_s = time.perf_counter() - self._began
         reader, differences = self.own.reader, self.own.differences
         read = reader.last_report
-        if differences.missing:
-            text = "loaded '%s' without %s that it does not hold; they are as they were: %s"
-            shown = ", ".join(differences.missing[:5])
-            logger.warning(text, reader.path, counted(len(differences.missing), "name"), shown)
+        parts = [part for part in self._target.values() if isinstance(part, LoadPart)]
+        filled = {name for name in differences.missing if any(part.fills(name) for part in parts)}
+        missing = tuple(name for name in differences.missing if name not in filled)
+        others = [name for name in differences.missing if name in filled]
+        for names, what in ((missing, "as they were"), (others, "as those of other names")):
+            if names:
+                text = "loaded '%s' without %s that it does not hold; they are %s: %s"
+                count = counted(len(names), "name")
+                logger.warning(text, reader.path, count, what, ", ".join(names[:5]))
         self._timeline.end()
         return LoadReport(
             path=str(reader.path),
             items=self._items,
             nbytes=read.needed_bytes if read is not None else 0,
-            missing=differences.missing,
+            missing=missing,
             unexpected=self.own.unexpected(self._answer.unasked),
             casts=differences.dtypes,
             plan_s=self._seconds["plan"],

@@ -12,7 +12,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
-from torch_dcpx.checkpoint.containers import RECORD, read_containers
+from torch_dcpx.checkpoint.containers import EMPTY, RECORD
 from torch_dcpx.checkpoint.growth import Grower, Growth, new_names, paths_of
 from torch_dcpx.checkpoint.load_checks import Differences, LoadRules, compare, mismatch_error
 from torch_dcpx.checkpoint.stateful import (
@@ -163,17 +163,16 @@ class RankLoad:
         """As `prepare`, once the parts have what was saved beneath them and no rank asks for."""
         names = [name for name in self.unexpected(unasked) if name in self._new]
         paths = paths_of(names, self._metadata, self._taking())
-        kept = read_containers(self.reader, self._metadata) if paths else {}
-        keys = {str(key): key for key in self._parts}
-        grower = Grower(self.growth, self.stored, kept, self._numbered)
-        lost = grower.grow(self.state, keys, paths)
+        lost = self._grower().grow(self.state, self._taking(), paths) if self._new else ()
         self._set_up_planner()
         self._map_state()
         return self._offer(lost, is_first=False)
 
+    def _grower(self) -> Grower:
+        return Grower.of_saved(self.growth, self._metadata, self.reader, self._numbered)
+
     def _set_up_planner(self) -> None:
-        planner: Any = self.planner
-        state = self.state
+        planner, state = cast(Any, self.planner), self.state
         planner.set_up_planner(state, self._metadata, self._is_coordinator)
         if getattr(planner, "dcpx_is_odd", False):
             with naming_state_errors(state):  # of two keys with one text torch forgets one
@@ -193,12 +192,15 @@ class RankLoad:
     def _new_names(self, stored_text: str) -> tuple[str, ...]:
         """Returns `LoadOffer.new`; `stored_text` has all stored names."""
         parts = self._taking()
-        if Takes.ALL not in parts.values() and EXTRA_STATE not in stored_text:
+        words = EXTRA_STATE, EMPTY
+        if Takes.ALL not in parts.values() and not any(word in stored_text for word in words):
             return ()
         new = new_names(self.stored, self._asked, parts)
         if new and self._key_map is not None:  # those that it leaves alone
             entries = self._key_map.resolve(sizes_of(self.stored))
             new = [name for name in new if name in entries and entries[name].sources == (name,)]
+        if EMPTY in stored_text and self._grower().lacks(self.state, parts):
+            new.append(EMPTY)
         return tuple(new)
 
     def _offer(self, lost: Sequence[tuple[str, str]] = (), *, is_first: bool) -> LoadOffer:
@@ -341,7 +343,7 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """
     if any(offer.new for offer in offers):
         unasked = _by_all(offers)
-        names = set(own.unexpected(unasked))
+        names = {EMPTY, *own.unexpected(unasked)}
         if unasked is None or any(not names.isdisjoint(offer.new) for offer in offers):
             return [LoadAnswer(None, unasked=unasked, is_again=True)] * len(offers)
     differences = [offer.differences or Differences() for offer in offers]

@@ -84,6 +84,10 @@ class LoadPart:
     def check(self, state: dict[str, Any]) -> None:
         """Raises what is wrong with the state that was read."""
 
+    def fills(self, name: str) -> bool:
+        """Returns whether a value that is not stored is made of others. REQUIRES: `check`."""
+        return False
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state that was read. REQUIRES: in a load, `check` has passed."""
         raise NotImplementedError

@@ -28,6 +28,7 @@ from torch_dcpx.integrations._lightning_saves import (
     raise_first,
     refuse_link,
 )
+from torch_dcpx.manager.state import ModelPart
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.staging.stager import DcpxStager
 from torch_dcpx.storage.paths import AnyPath
@@ -43,7 +44,7 @@ with needed(__name__, "lightning>=2.6"):
     from lightning.pytorch import strategies as pytorch
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 logger = logging.getLogger("torch_dcpx")
@@ -168,7 +169,7 @@ class DcpxModelParallelStrategy(_TrainerStrategy, _ModelParallel, pytorch.ModelP
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the state of the model, where it is: a save copies it to the host once."""
-        return get_model_state_dict(self.model)
+        return ModelPart(self.model).state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As `lightning_module_state_dict`, of an optimizer."""
@@ -261,7 +262,7 @@ class DcpxFabricModelParallelStrategy(
         found: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, torch.nn.Module):
-                found[key] = get_model_state_dict(value)
+                found[key] = ModelPart(value).state_dict()
             elif isinstance(value, torch.optim.Optimizer):
                 found[key] = get_optimizer_state_dict(module, value)
         return found

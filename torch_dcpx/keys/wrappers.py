@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
 from torch import nn
 
@@ -82,6 +83,22 @@ def inside(model: nn.Module) -> nn.Module:
     while words.of(model) in ("_orig_mod", MODULE) and not isinstance(model, nn.DataParallel):
         model = model.get_submodule(words.of(model))
     return model
+
+
+def has_crossed_names(model: nn.Module) -> bool:
+    """Returns whether a name of the state, without wrappers, is that of another one with them.
+
+    Not with FSDP1, whose names DCP alone knows.
+    """
+    words = _Words()
+    if any(words.of(one) == "_fsdp_wrapped_module" for one in model.modules()):
+        return False
+    tensors = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
+    names = {name for name, _ in tensors}
+    plain = plain_names({"": model}, names)
+    return any(new != name and new in names for name, new in plain.items())
 
 
 class _Words:

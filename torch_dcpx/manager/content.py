@@ -17,10 +17,11 @@ function merges the values of all ranks.
 from __future__ import annotations
 
 import collections
+import copy
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -45,6 +46,12 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PerRank:
+        return PerRank(copy.deepcopy(self.value, memo))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PerRank is a value of state= itself, or lies in user_content")
 
 
 def checked_merge(merge: Any) -> list[str] | bool:

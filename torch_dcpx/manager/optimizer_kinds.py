@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torch_dcpx.errors import CorruptionError, MismatchError
+from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
 
 RECORD = "dcpx_kinds"  # the key beside `state` and `param_groups`
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -74,10 +74,13 @@ class KindRecord:
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name of a dict, by text
     empty: list[_Path] = field(default_factory=list)  # dicts
     extras: list[str] = field(default_factory=list)  # keys beside `state` and `param_groups`
+    parameters: set[str] = field(default_factory=set)  # names of `torch.nn.Parameter`
+    grads: set[str] = field(default_factory=set)  # names of tensors that require a gradient
 
     def as_items(self) -> dict[str, dict[str, str]]:
         """Returns what a save adds to the optimizer's state: nothing, if all is as usual."""
-        if not (self.kinds or self.keys or self.empty or self.extras):
+        marks = {"parameters": sorted(self.parameters), "grads": sorted(self.grads)}
+        if not (self.kinds or self.keys or self.empty or self.extras or any(marks.values())):
             return {}
         names: dict[Kind, list[str]] = {}
         for name, kind in self.kinds.items():
@@ -90,6 +93,7 @@ class KindRecord:
                 "keys": keys,
                 "empty": self.empty,
                 "extras": self.extras,
+                **marks,
             },
             separators=(",", ":"),
         )
@@ -112,6 +116,8 @@ class KindRecord:
                     record.keys.setdefault(name, {}).update(own)
                 record.empty += [_path(path) for path in found["empty"]]
                 record.extras += map(_text, found["extras"])
+                record.parameters |= set(map(_text, found.get("parameters", ())))
+                record.grads |= set(map(_text, found.get("grads", ())))
             except _WRONG as error:
                 problem = (
                     f"read the item '{fqn}': it describes no optimizer's state: {error!s:.200}"
@@ -120,7 +126,8 @@ class KindRecord:
         return record
 
     def rekeyed(self, name: str, loaded: Any, present: Any) -> Any:
-        """Returns what was loaded with the saved keys, for a checkpoint has texts.
+        """Returns what was loaded with the saved keys, for a checkpoint has texts; tensors are
+        parameters, and require gradients, as they did.
 
         Where none are recorded, the keys are the present ones, or numbers if all can be.
         Raises MismatchError: a key is of a type that only the optimizer can make.
@@ -131,6 +138,10 @@ class KindRecord:
                 self.rekeyed(f"{name}.{place}", one, now[place] if place < len(now) else None)
                 for place, one in enumerate(loaded)
             ]
+        if isinstance(loaded, torch.Tensor):
+            if name in self.parameters and not isinstance(loaded, torch.nn.Parameter):
+                return torch.nn.Parameter(loaded.detach(), name in self.grads)
+            return loaded.requires_grad_() if name in self.grads else loaded
         if not isinstance(loaded, dict):
             return loaded
         now = present if isinstance(present, Mapping) else {}
@@ -184,6 +195,15 @@ def _note(
 ) -> None:
     """Notes what is not as usual in a value and what it holds; walks as DCP's `traverse`."""
     if isinstance(value, torch.Tensor):
+        if is_known and value.is_quantized:  # FSDP1's shards do not say
+            raise UnsupportedError(
+                f"the optimizer's '{_name(path)}' is a quantized {type(value).__name__} "
+                f"({value.dtype}), which no resume can make; keep its int_repr() and its scale"
+            )
+        if is_known and isinstance(value, torch.nn.Parameter):
+            record.parameters.add(_name(path))
+        if is_known and value.requires_grad:
+            record.grads.add(_name(path))
         kind = kind_of(value, owner) if is_known else None
         if kind != usual_kind(owner, value.size(), is_step=path[-1] == "step") and kind is not None:
             record.kinds[_name(path)] = kind
@@ -197,6 +217,25 @@ def _note(
     elif isinstance(value, list) and not _is_leaf(value):
         for place, one in enumerate(value):
             _note(record, (*path, place), one, owner, is_known=is_known)
+
+
+def unmade(value: Any) -> str:
+    """Returns the class of what `Optimizer.load_state_dict` cannot make anew in a state, else "".
+
+    Where it can iterate, it calls the class: arrays of numpy, ranges and named tuples take no
+    iterator.
+    """
+    if isinstance(value, (torch.Tensor, str, bytes)) or not isinstance(value, Iterable):
+        return ""
+    make: Any = type(value)
+    try:
+        parts = value.values() if isinstance(value, dict) else value
+        within = next(filter(None, map(unmade, parts)), "")
+        if not within and not isinstance(value, dict):
+            make(iter(value))
+    except (TypeError, ValueError):
+        return f"{make.__module__}.{make.__qualname__}"
+    return within
 
 
 def _is_leaf(value: Any) -> bool:

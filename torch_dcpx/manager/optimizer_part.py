@@ -7,8 +7,8 @@ save writes the present state, and a resume gives each parameter its stored stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 from typing import Any, NoReturn
@@ -33,14 +33,18 @@ from torch_dcpx.manager.optimizer_kinds import (
     STATE,
     KindRecord,
     record_of,
+    unmade,
 )
-from torch_dcpx.manager.optimizer_state import Blanks, stored_names
+from torch_dcpx.manager.optimizer_load import dtypes_kept, has_hooks, put_back
+from torch_dcpx.manager.optimizer_state import Blanks, check_apart, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
     beneath,
     by_name,
     check_classes,
+    check_places,
     check_sources,
+    check_taken,
     flat,
     groups_by_parameter,
     parameters_of,
@@ -62,7 +66,10 @@ class _Own:
     stored: dict[str, str] = field(default_factory=dict)  # stored names of parameters
     saved: set[str] = field(default_factory=set)  # parameters with stored settings, if by name
     unsaved: set[int] = field(default_factory=set)  # groups without stored parameters, by number
+    unsaved_keys: dict[str, Collection[str]] = field(default_factory=dict)  # settings, by number
+    kept: dict[int, dict[str, Any]] = field(default_factory=dict)  # the stored groups, by number
     prefix: str = ""  # of the names of its states in the checkpoint
+    filled: tuple[str, ...] = ()  # beginnings of names of settings that follow the parameters
     new: dict[str, Any] = field(default_factory=dict)  # groups and states, checked
 
 
@@ -81,6 +88,7 @@ class OptimizerPart(LoadPart):
     rules: TrainingRules | None = None
     may_miss: Callable[[str], object] = lambda _: False  # of names in the checkpoint
     read: Callable[[Sequence[str]], Mapping[str, Any]] = {}.fromkeys  # items of a few bytes
+    has_scheduler: Callable[[Any], bool] = lambda _: False  # an optimizer, in this resume
 
     def __post_init__(self) -> None:
         self._is_named = isinstance(self.optimizer, Mapping)
@@ -107,6 +115,8 @@ class OptimizerPart(LoadPart):
             templates = None if self._has_flat else self._templates(self._own[name])
             own = {**own, **extras}
             states[name] = own | record_of(own, templates, list(extras)).as_items()
+        each_own = self._own.items()
+        check_apart({n: (set(chain.from_iterable(o.names)), o.extras) for n, o in each_own})
         return states if self._is_named else states[""]
 
     def _raw_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -127,6 +137,15 @@ class OptimizerPart(LoadPart):
         for one in own[STATE].values():
             if not isinstance(one, Mapping):
                 _refuse(optimizer, f"a parameter's state is a {type(one).__name__}, not a dict")
+            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                continue  # it may take what torch's takes not
+            for key, value in one.items():
+                if kind := unmade(value):
+                    raise UnsupportedError(
+                        f"optimizer {type(optimizer).__name__} has a {kind} in the state "
+                        f"{key!r:.80} of a parameter, of which Optimizer.load_state_dict makes no "
+                        "new one; keep tensors, numbers, lists, tuples and dicts there"
+                    )
         groups = [dict(group) for group in own[GROUPS]]
         return {**own, STATE: dict(own[STATE]), GROUPS: groups}  # DCP renames in them
 
@@ -159,6 +178,7 @@ class OptimizerPart(LoadPart):
                 numbers = count(len(own.names) if self.strict else len(stored))
                 more = takewhile(lambda at: PARAMS in stored.get(str(at), ()), numbers)
                 groups = [*groups.values(), *(blanks.group(str(at), {}) for at in more)]
+                own.unsaved_keys = blanks.unsaved
                 own.unsaved = {
                     at for at in range(len(own.names)) if PARAMS not in stored.get(str(at), ())
                 }
@@ -198,18 +218,41 @@ class OptimizerPart(LoadPart):
             if self.has_named_groups:
                 settings = {p: rekeyed(f"{GROUPS}.{p}", one, None) for p, one in groups.items()}
                 groups = groups_by_parameter(settings, own.names)
+                own.kept = dict(enumerate(groups))
                 saved = own.saved
             else:
                 groups = [rekeyed(f"{GROUPS}.{at}", one, None) for at, one in enumerate(groups)]
+                bare = {at for at, g in enumerate(groups) if not g[PARAMS]}
                 if self.rules is not None:
                     groups = translated_groups(groups, self.rules)
+                own.kept = kept = {
+                    at: {k: v for k, v in g.items() if k not in own.unsaved_keys.get(str(at), ())}
+                    for at, g in enumerate(groups)
+                    if at not in own.unsaved
+                }
                 groups = [g for at, g in enumerate(groups) if at < len(own.names) or g[PARAMS]]
-                kept = [g for at, g in enumerate(groups) if at not in own.unsaved]
-                saved = set(chain.from_iterable(g[PARAMS] for g in kept))
+                saved = set(chain.from_iterable(g[PARAMS] for g in kept.values()))
                 if self.strict:
-                    check_sources(kept, own.names)
+                    model = None if self._has_flat else self.model
+                    begin = own.prefix.removesuffix(STATE)
+                    check_taken(kept, bare, own.names, begin, model, self.may_miss)
+                    check_sources(list(kept.values()), own.names)
+                each = (one for one in own.optimizers for _ in one.param_groups)
+                timed = {at for at, one in enumerate(each) if self.has_scheduler(one)}
+                check_places(kept, own.names, timed, is_strict=self.strict)
+                own.filled = tuple(
+                    f"{own.prefix.removesuffix(STATE)}{GROUPS}.{at}.{key}."
+                    for at, names in enumerate(own.names)
+                    for group in kept.values()
+                    if not set(names).isdisjoint(group[PARAMS])
+                    for key in group
+                )
             extras = {key: rekeyed(key, one, own.extras.get(key)) for key, one in loaded.items()}
             own.new = {STATE: self._new_states(own, states, saved), GROUPS: groups, **extras}
+
+    def fills(self, name: str) -> bool:
+        """Returns whether a setting came along with the parameters of its group."""
+        return any(f"{name}.".startswith(own.filled) for own in self._own.values())
 
     def _new_states(
         self, own: _Own, loaded: Mapping[str, Any], saved: set[str]
@@ -248,7 +291,7 @@ class OptimizerPart(LoadPart):
         for own in self._own.values():
             with ExitStack() as stack:
                 for one in own.optimizers:
-                    stack.enter_context(_dtypes_kept(one))
+                    stack.enter_context(dtypes_kept(one))
                 if self._has_flat:
                     shown: Any = [_Shown(one) for one in own.optimizers]
                     options = StateDictOptions(strict=False)
@@ -267,7 +310,7 @@ def _load(own: _Own) -> None:
     """
     extras = dict(own.new)
     groups, states = extras.pop(GROUPS), extras.pop(STATE)
-    owners = {name: at for at, group in enumerate(groups) for name in group[PARAMS]}
+    owners = {name: at for at, group in own.kept.items() for name in group[PARAMS]}
     places = enumerate(own.names)
     for one in own.optimizers:
         new_groups: list[dict[str, Any]] = []
@@ -279,15 +322,15 @@ def _load(own: _Own) -> None:
                 sources = {place}
             made = dict(group)
             for source in sorted(sources):
-                made.update(groups[source])
+                made.update(own.kept.get(source, {}))
             own_numbers = dict(enumerate(names, len(numbers)))
             new_groups.append({**made, PARAMS: list(own_numbers)})
             numbers |= own_numbers
         new_states = {number: states[name] for number, name in numbers.items() if name in states}
         given = {**extras, STATE: new_states, GROUPS: new_groups}
         one.load_state_dict(given)
-        if not _has_hooks(one):
-            _put_back(one, given)
+        if not has_hooks(one):
+            put_back(one, given)
 
 
 def _quoted(keys: Iterable[object]) -> str:
@@ -314,55 +357,3 @@ class _Shown:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state_dict)
-
-
-@contextmanager
-def _dtypes_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keeps `load_state_dict` from casting states to the dtypes of their parameters.
-
-    It acts behind an optimizer's own `__setstate__` and before other hooks of its loads. `_load`
-    does so for a wrapper without hooks.
-    """
-    given: dict[str, Any] = {}
-    handles = []
-    if _has_hooks(optimizer):
-        handles = [
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state)),
-            optimizer.register_load_state_dict_post_hook(
-                lambda one: _put_back(one, given), prepend=True
-            ),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether `Optimizer.__init__` has run; a wrapper may not call it."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
-
-
-def _put_back(one: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
-    """Gives an optimizer's states the dtypes that its load was given."""
-    numbers = chain.from_iterable(group[PARAMS] for group in given[GROUPS])
-    for number, parameter in zip(numbers, parameters_of([one]), strict=True):
-        state, own = given[STATE].get(number), one.state.get(parameter)
-        if state and own:
-            one.state[parameter] = _as_given(own, state, parameter.dtype)
-
-
-def _as_given(own: Any, given: Any, cast_to: torch.dtype, key: Any = None) -> Any:
-    """Returns a loaded state, with the given tensors where the load cast them to `cast_to`."""
-    if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
-        is_cast = own.dtype == cast_to != given.dtype and key != "step"  # that one is as it must be
-        return given.to(own.device) if is_cast else own
-    if type(given) is str:  # torch gives back the repr of a generator
-        return given
-    if isinstance(own, dict) and isinstance(given, Mapping):
-        for name in own.keys() & given.keys():
-            own[name] = _as_given(own[name], given[name], cast_to, name)
-    elif type(own) in (list, tuple) and type(own) is type(given) and len(own) == len(given):
-        return type(own)(_as_given(a, b, cast_to) for a, b in zip(own, given, strict=True))
-    return own

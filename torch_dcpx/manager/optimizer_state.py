@@ -8,6 +8,7 @@ save what else is not as usual (`optimizer_kinds`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn, TypeAlias
 
@@ -19,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
-from torch_dcpx.errors import MismatchError
+from torch_dcpx.errors import MismatchError, UnsupportedError
 from torch_dcpx.keys.key_map import keeps_names
 from torch_dcpx.manager.optimizer_kinds import (
     GROUPS,
+    RECORD,
     STATE,
     Kind,
     KindRecord,
@@ -44,6 +46,28 @@ def stored_names(metadata: Metadata, prefix: str, rules: TrainingRules | None) -
         return beneath(prefix, ((name, name) for name in stored))
     mapped = rules.resolve(sizes_of(stored))
     return beneath(prefix, ((name, "".join(entry.sources[:1])) for name, entry in mapped.items()))
+
+
+def check_apart(optimizers: Mapping[str, tuple[Collection[str], Collection[str]]]) -> None:
+    """Raises UnsupportedError: entries of one optimizer would be read as those of another.
+
+    Args:
+        optimizers: names of each one's parameters, and of its own entries, by its name.
+    """
+    for (name, (names, extras)), (other, (others, _)) in itertools.permutations(
+        optimizers.items(), 2
+    ):
+        if not str(other).startswith(f"{name}."):
+            continue
+        kind, _, begin = str(other)[len(str(name)) + 1 :].partition(".")
+        begin += "." if begin else ""
+        entries = [f"{begin}{GROUPS}.0.", *(f"{begin}{STATE}.{one}." for one in others)]
+        is_state = kind == STATE and any(owner_of(entry, names) for entry in entries)
+        if is_state or kind in (GROUPS, RECORD, *extras):
+            raise UnsupportedError(
+                f"optimizers '{name}' and '{other}' cannot be saved as one dict: a resume would "
+                f"read '{other}' as the {kind} of '{name}'; give one of them another name"
+            )
 
 
 class Blanks:
@@ -71,6 +95,7 @@ class Blanks:
         self._templates = templates
         self.stored: dict[str, str] = {}  # names of parameters in the checkpoint, by present ones
         self._settings: dict[str, dict[str, str]] = {}  # stored names by setting, by group
+        self.unsaved: dict[str, Collection[str]] = {}  # settings that only a live group has
 
     def states(self, present: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the states of parameters: `present` tensors, by parameter, and new ones."""
@@ -112,7 +137,9 @@ class Blanks:
             owner: number of the group, or name of the parameter.
             live: the settings now; those that are not stored stay.
         """
-        return self._mapping((GROUPS, owner), self._settings.get(owner, {}), live)
+        made = self._mapping((GROUPS, owner), self._settings.get(owner, {}), live)
+        self.unsaved[owner] = live.keys() - made.keys()
+        return {key: made.pop(key, value) for key, value in live.items()} | made
 
     def extras(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the optimizer's own entries, stored ones and those that `live` has now."""
@@ -120,12 +147,13 @@ class Blanks:
         names = {
             name: source for name, source in self.names.items() if f"{name}.".startswith(begins)
         }
-        return self._mapping((), names, live)
+        made = self._mapping((), names, live)
+        return {key: made.pop(key, value) for key, value in live.items()} | made
 
     def _mapping(
         self, at: _Path, names: Mapping[str, str], live: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns a dict of stored names by those in it, and of what only `live` has."""
+        """Returns a dict of stored names by those in it; `live` is what is there now."""
         leaves: dict[_Path, Any] = {}
         for name, source in names.items():
             path = self._path_of(source, name)
@@ -133,8 +161,7 @@ class Blanks:
         for path in self.record.empty:
             if tuple(map(str, path[: len(at)])) == at and (at or path[0] in self.record.extras):
                 leaves[tuple(path[len(at) :])] = {}
-        made = _nested(leaves)
-        return {key: made.pop(key, value) for key, value in live.items()} | made
+        return _nested(leaves)
 
     def _leaf(self, source: str, path: _Path, now: Any, owner: Any) -> Any:
         """Returns what the load fills, or None: it puts the stored object there."""
@@ -225,6 +252,7 @@ def _nested(leaves: Mapping[_Path, Any]) -> dict[str, Any]:
             made[path[0]] = leaf
         else:
             beneath.setdefault(path[0], {})[path[1:]] = leaf
+            made.setdefault(path[0])  # in its place
     for key, own in beneath.items():
         inner: Any = _nested(own)
         if all(type(at) is int for at in inner) and sorted(inner) == list(range(len(inner))):

@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,14 +25,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.stateful import LoadPart, Takes
-from torch_dcpx.errors import OptionError, must_be
-from torch_dcpx.keys.wrappers import inside
+from torch_dcpx.errors import MismatchError, OptionError, must_be, with_article
+from torch_dcpx.keys.wrappers import has_crossed_names, inside, plain_names
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
 from torch_dcpx.manager.stored import Record
 from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
+
+_WITHIN = "_schedulers"  # in the state of torch's schedulers of several
+_OF_OLD_TORCH = {"verbose"}
 
 
 @dataclass(eq=False)
@@ -47,16 +50,28 @@ class ModelPart(LoadPart):
         # DCP's functions rename one name after the other: of a wrapped model with "a" and
         # "module.a" one takes the place of the other.
         self._inside = inside(self.model)
+        self._is_crossed = has_crossed_names(self._inside)  # of wrappers that lie in it
 
     takes = Takes.EXTRA_STATES
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = get_model_state_dict(self._inside)
+        if self._is_crossed:
+            own = self._inside.state_dict()
+            names = plain_names({"": self._inside}, own)
+            state = {names.get(name, name): value for name, value in own.items()}
+        else:
+            state = get_model_state_dict(self._inside)
         if self.rules is not None:
             self.rules.own = state.keys()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._is_crossed:
+            names = plain_names({"": self._inside}, self._inside.state_dict())
+            raw = {plain: name for name, plain in names.items()}
+            state = {raw.get(name, name): value for name, value in state.items()}
+            self._inside.load_state_dict(state, strict=self.strict)
+            return
         set_model_state_dict(self._inside, state, options=StateDictOptions(strict=self.strict))
 
 
@@ -141,6 +156,15 @@ class Parts(NamedTuple):
         for number, parameter in enumerate(parameters_of(flat(self.optimizer))):
             own = [f"optimizer parameter {number}"] if parameter.is_meta else []
             refuse_meta(own, "the optimizer", "make it of parameters that have memory")
+
+    def has_scheduler(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether a scheduler here is, or may be, of this optimizer."""
+        known = [one.param_groups for one in flat(self.optimizer)]  # a wrapper's are those within
+        beside = [one for one in (self.state or {}).values() if isinstance(one, LRScheduler)]
+        owners = [getattr(one, "optimizer", None) for one in (*beside, *flat(self.lr_scheduler))]
+        its = [getattr(owner, "param_groups", None) for owner in owners]
+        unknown = [groups for groups in its[len(beside) :] if all(groups is not k for k in known)]
+        return bool(unknown) or any(groups is optimizer.param_groups for groups in its)
 
     @property
     def per_rank(self) -> dict[str, PerRank]:
@@ -263,6 +287,42 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
         return list(zip(parts, states, strict=True))
     problem = "another sort was saved: give as many, under the same names"
     raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
+
+
+def check_alike(part: Any, state: Any, may_miss: Callable[[str], object]) -> None:
+    """Raises MismatchError: a scheduler was saved that has other names in its state.
+
+    Each must have names that the other has not: versions of torch give one class more, or fewer.
+    """
+    if not (isinstance(state, Mapping) and isinstance(own := part.state_dict(), Mapping)):
+        return
+    lists = [each.get(_WITHIN) for each in (own, state)]
+    for one, saved in zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ():
+        if isinstance(one, Mapping) and isinstance(saved, Mapping):
+            _check_names(part, one, saved, may_miss)
+    _check_names(part, own, state, may_miss)
+
+
+def _check_names(
+    part: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any], may_miss: Callable[[str], object]
+) -> None:
+    here, there = (
+        {key for key in each if key == _WITHIN or not str(key).startswith("_")}
+        for each in (own, saved)
+    )
+    missing = sorted(f"lr_scheduler.{name}" for name in here - there)
+    missing = [name for name in missing if not may_miss(name)]
+    left = sorted(f"lr_scheduler.{name}" for name in there - here - _OF_OLD_TORCH)
+    if missing and left:
+        raise MismatchError(
+            f"lr_scheduler is {with_article(type(part).__name__)}, and another kind was saved: it "
+            f"had {', '.join(left[:5])}, and not {', '.join(missing[:5])}; give one of the kind "
+            "that was saved; strict=False takes what there is, load_optimizer=False leaves "
+            "optimizer and scheduler as they are",
+            fqn=left[0],
+            missing=tuple(missing),
+            left=tuple(left),
+        )
 
 
 def kind_of(part: Any) -> str:

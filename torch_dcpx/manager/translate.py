@@ -11,19 +11,24 @@ other groups under one number (stages of a pipeline), a save keeps settings by p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from torch_dcpx._text import counted
 from torch_dcpx.errors import MismatchError, OptionError, PlanError, UnsupportedError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_state import matched
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
+from torch_dcpx.keys.wrappers import inside, plain_names
 
 _V = TypeVar("_V")
 
 MODEL = "model."
+
+logger = logging.getLogger("torch_dcpx")
 
 
 class TrainingRules(KeyMap):
@@ -274,6 +279,90 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
                         f"number is below {len(own)}",
                         fqn=name,
                     )
+
+
+def check_taken(
+    groups: Mapping[int, Mapping[str, Any]],
+    bare: Collection[int],
+    own: Sequence[Sequence[str]],
+    begin: str,
+    model: torch.nn.Module | None,
+    may_miss: Callable[[str], object],
+) -> None:
+    """Raises MismatchError: what stored groups had is in no group now, and may not be left out.
+
+    Args:
+        groups: the stored ones, by place.
+        bare: places of those that were saved without parameters.
+        begin: of the optimizer's stored names.
+        model: others than its trained parameters need no group. None: all need one.
+    """
+    here = {name for names in own for name in names}
+    gone = {name: at for at, group in groups.items() for name in group[_PARAMS] if name not in here}
+    trained = _trained(model) if gone and model is not None else gone.keys()
+    left = {f"{begin}state.{name}": at for name, at in gone.items() if name in trained}
+    for at in sorted(set(bare) & groups.keys()):
+        if at >= len(own) or own[at]:
+            left[f"{begin}param_groups.{at}"] = at
+    owed = [
+        name
+        for name, at in left.items()
+        if not may_miss(name) and not may_miss(f"{begin}param_groups.{at}.{_PARAMS}")
+    ]
+    if owed:
+        raise MismatchError(
+            f"{counted(len(owed), 'parameter or group', 'parameters or groups')} of the optimizer "
+            f"that was saved {'is' if len(owed) == 1 else 'are'} in none of its groups now: "
+            f"{', '.join(map(repr, owed[:5]))}; add_param_group before the resume takes them; "
+            "strict=False, or allow_missing=[globs], leaves them out; load_optimizer=False leaves "
+            "the whole optimizer",
+            fqn=owed[0],
+            left=tuple(owed),
+        )
+
+
+def _trained(model: torch.nn.Module) -> set[str]:
+    """Returns the names of the parameters that are trained, as DCP has them."""
+    plain = inside(model)
+    parameters = dict(plain.named_parameters(remove_duplicate=False))
+    names = plain_names({"": plain}, parameters)
+    return {names.get(name, name) for name, one in parameters.items() if one.requires_grad}
+
+
+def check_places(
+    groups: Mapping[int, Mapping[str, Any]],
+    own: Sequence[Sequence[str]],
+    timed: Collection[int],
+    *,
+    is_strict: bool,
+) -> None:
+    """Raises MismatchError, or warns if not strict: a scheduler has rates of groups by their
+    places, and its groups stand elsewhere now.
+
+    Args:
+        groups: the stored ones, by place.
+        timed: places of the groups that have a scheduler.
+    """
+    owners = {name: at for at, group in groups.items() for name in group[_PARAMS]}
+    moved = {
+        (at, owners[name]): name
+        for at, names in enumerate(own)
+        for name in reversed(names)
+        if at in timed and owners.get(name, at) != at
+    }
+    if not moved:
+        return
+    shown = [f"{name!r:.80} is in group {at} and was in {was}" for (at, was), name in moved.items()]
+    problem = (
+        "the optimizer's groups stand elsewhere than they were saved, and its scheduler has rates "
+        f"by their places: {', '.join(shown[:5])}; make the groups in the saved order"
+    )
+    if is_strict:
+        raise MismatchError(
+            f"{problem}; strict=False resumes all the same, load_optimizer=False leaves both",
+            fqn=next(iter(moved.values())),
+        )
+    logger.warning("resumed, but %s", problem)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -26,7 +26,7 @@ from torch_dcpx.manager.content import (
     with_own,
 )
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
-from torch_dcpx.manager.state import Parts, paired_states
+from torch_dcpx.manager.state import Parts, check_alike, paired_states
 from torch_dcpx.manager.stored import Record, Stored
 from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
 from torch_dcpx.options import ReadOptions
@@ -92,6 +92,7 @@ class Wanted(LoadPart):
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
         parts, is_named = self.parts, NAMED_GROUPS in self.record.parts
+        given = parts if self._has_scheduler else parts._replace(lr_scheduler=None)
         self.rules = self._rules(has_named_groups=is_named)
         target = parts.stateful(
             strict=self.loads.is_strict,
@@ -99,6 +100,7 @@ class Wanted(LoadPart):
             rules=self.rules,
             may_miss=self.loads.may_miss,
             read=self._read,
+            has_scheduler=given.has_scheduler,
         )
         self._optimizer = target.get("optimizer")
         if self.state_dict():
@@ -202,6 +204,8 @@ class Wanted(LoadPart):
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
             self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
+            for one, its_state in self._schedulers if self.loads.is_strict else ():
+                check_alike(one, its_state, self.loads.may_miss)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""

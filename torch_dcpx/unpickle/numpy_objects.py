@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch_dcpx.errors import UnsafePickleError
 from torch_dcpx.unpickle.settle import Settler, checked_args, never_called, no_more_than, refuse
 from torch_dcpx.unpickle.stand_ins import EMPTY, GlobalTable, StandIn, stand_in
 from torch_dcpx.unpickle.torch_objects import dims
@@ -61,6 +62,11 @@ def _dtype(raw: StandIn, settle: Settler) -> Any:
     no_more_than(raw, state=True)
     text, _, _ = checked_args(raw, raw.args, str, (bool, int), (bool, int))
     match = _KIND.match(text)
+    if text[:1] == "O":  # as it was written: no damage, for which an older checkpoint would do
+        raise UnsafePickleError(
+            "refuse to rebuild a NumPy array of objects: save a list, or arrays of numbers",
+            global_name=raw.global_name,
+        )
     if match is None:
         refuse(f"has the NumPy dtype {text!r:.40}")
     state = settle(raw.state) if raw.state is not EMPTY else (3, "|", None, None, None, -1, -1, 0)

@@ -1,0 +1,77 @@
+"""A scheduler takes the state of one of its own kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import lr_scheduler as kinds
+from trainings import Training, manager_of
+
+from torch_dcpx import MismatchError
+
+
+def parts(make: Any, seed: int = 0) -> dict[str, Any]:
+    training = Training(seed)
+    given = {"model": training.model, "optimizer": training.optimizer}
+    return {**given, "lr_scheduler": make(training.optimizer)}
+
+
+def both(last: Any) -> Any:
+    """Makes a scheduler of two, by the second one."""
+    return lambda o: kinds.SequentialLR(o, [kinds.ConstantLR(o), last(o)], [2])
+
+
+def step(optimizer: Any) -> Any:
+    return kinds.StepLR(optimizer, 2)
+
+
+def cosine(optimizer: Any) -> Any:
+    return kinds.CosineAnnealingLR(optimizer, 5)
+
+
+SWAPPED: dict[str, tuple[Any, Any]] = {
+    "alone": (step, cosine),
+    "in a list": (lambda o: [step(o)], lambda o: [cosine(o)]),
+    "by name": (lambda o: {"x": step(o)}, lambda o: {"x": cosine(o)}),
+    "on a plateau": (cosine, kinds.ReduceLROnPlateau),
+    "of several": (both(step), step),
+    "within another": (both(step), both(cosine)),
+}
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_state_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    saved, now = SWAPPED[name]
+    manager_of(tmp_path).save(1, **parts(saved))
+    given = parts(now, 1)
+    with pytest.raises(MismatchError, match=r"another kind was saved: it had lr_scheduler\.") as no:
+        manager_of(tmp_path).resume(**given)
+    assert no.value.left and no.value.missing
+    assert given["optimizer"].param_groups[0]["lr"] != 0 and not given["optimizer"].state
+    for allowed in ({"allow_missing": ["lr_scheduler.*"]}, {"strict": False}):
+        manager_of(tmp_path).resume(**given, **allowed)
+    manager_of(tmp_path).resume(**parts(saved, 2))
+
+
+class Renamed(kinds.ReduceLROnPlateau):
+    """As torch had it before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        own: dict[str, Any] = super().state_dict()
+        del own["default_min_lr"]
+        return {**own, "verbose": False}
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (step, lambda o: kinds.ExponentialLR(o, 0.5)),  # which has fewer names
+        (lambda o: kinds.ExponentialLR(o, 0.5), step),
+        (Renamed, kinds.ReduceLROnPlateau),
+    ],
+)
+def test_state_with_more_or_with_fewer_names_is_taken(tmp_path: Path, saved: Any, now: Any) -> None:
+    manager_of(tmp_path).save(1, **parts(saved))
+    manager_of(tmp_path).resume(**parts(now, 1))
