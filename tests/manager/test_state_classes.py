@@ -165,7 +165,7 @@ def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
         ("a.state.0.weight", "state"),
         ("a.state.1.bias.x", "state"),
         ("a.param_groups.0", "param_groups"),
-        ("a.param_groups", "param_groups"),
+        ("a.param_groups", ""),
         ("a.dcpx_kinds", "dcpx_kinds"),
         ("a.lookahead", "lookahead"),
         ("a.state", ""),

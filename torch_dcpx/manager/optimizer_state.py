@@ -63,7 +63,7 @@ def check_apart(optimizers: Mapping[str, tuple[Collection[str], Collection[str]]
         begin += "." if begin else ""
         entries = [f"{begin}{GROUPS}.0.", *(f"{begin}{STATE}.{one}." for one in others)]
         is_state = kind == STATE and any(owner_of(entry, names) for entry in entries)
-        if is_state or kind in (GROUPS, RECORD, *extras):
+        if is_state or (kind == GROUPS and begin) or kind in (RECORD, *extras):
             raise UnsupportedError(
                 f"optimizers '{name}' and '{other}' cannot be saved as one dict: a resume would "
                 f"read '{other}' as the {kind} of '{name}'; give one of them another name"
