@@ -18,7 +18,7 @@ from torch_dcpx import ConcurrentSaveError
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
-from torch_dcpx.storage.root_record import FileRecord, identity_of
+from torch_dcpx.storage.root_record import FileRecord, Seen, identity_of
 
 
 @pytest.fixture(autouse=True)
@@ -221,6 +221,35 @@ def test_thread_is_begun_outside_the_guard(tmp_path: Path, monkeypatch: pytest.M
     with manager_of(tmp_path) as manager:
         save(manager, 1)
     assert are_held == [False]
+
+
+def test_thread_waits_for_one_that_is_about_to_hold_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_taken, is_looked_at = threading.Event(), threading.Event()
+    take, look = FileRecord.take, FileRecord.look
+
+    def take_slowly(record: FileRecord, seen: Seen, holder: Holder) -> Holder | None:
+        made = take(record, seen, holder)
+        is_taken.set()
+        assert is_looked_at.wait(seconds(60))
+        return made
+
+    def look_at(record: FileRecord) -> Seen:
+        seen = look(record)
+        if is_taken.is_set():
+            is_looked_at.set()
+        return seen
+
+    monkeypatch.setattr(FileRecord, "take", take_slowly)
+    monkeypatch.setattr(FileRecord, "look", look_at)
+    with manager_of(tmp_path) as first, manager_of(tmp_path) as second:
+        other = threading.Thread(target=save, args=(first, 1))
+        other.start()
+        assert is_taken.wait(seconds(60))
+        save(second, 2)
+        other.join()
+        assert first.tags() == ["step-1", "step-2"]
 
 
 def _until(is_done: Callable[[], bool], limit_s: float) -> None:

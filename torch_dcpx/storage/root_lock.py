@@ -320,10 +320,11 @@ class _Watch:
                 self._since.waited_s,
             )
             return seen
-        is_alive = fate == "alive" or self._renewals > 1
+        is_own = holder is not None and holder.is_this_process  # a thread has just taken it
+        is_alive = not is_own and (fate == "alive" or self._renewals > 1)
         if self._deadline.has_passed or (is_alive and self._deadline.waited_s >= _ENDING_S):
             raise self._refused(owner)
-        if not self._has_logged and (holder is None or not holder.is_this_process):
+        if not self._has_logged and not is_own:
             self._has_logged = True
             text = "save beneath '%s': %s holds it; waiting up to %.0f s for its end"
             logger.warning(text, self._record.path, owner, self._deadline.timeout_s)
