@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, CorruptionError, MismatchError, PerRank, UnsupportedError
 from torch_dcpx.checkpoint import containers, save_run
+from torch_dcpx.checkpoint.growth import paths_of
 from torch_dcpx.checkpoint.load import LoadRun
+from torch_dcpx.checkpoint.stateful import Takes
 
 
 class Holder:
@@ -74,6 +77,7 @@ DOORS = ["stateful", "nested", "state", "absent"]
 GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
     "text keys": ({"a": 1, "b": {"c": tensor(1)}}, {}),
     "ints": ({1: 0.5, -2: tensor(2)}, {}),
+    "texts of ints": ({"1": 0.5, "20": {"0": tensor(2)}}, {}),
     "bool float None": ({True: 1, 0.5: 2, None: 3}, {}),
     "bytes tuple dtype": ({b"a": 1, (1, "x"): {"y": 2}, torch.float32: tensor(3)}, {}),
     "one int more": ({1: 0.5, 2: tensor(4)}, {1: 0.0}),
@@ -171,13 +175,36 @@ def test_failed_read_takes_new_entries_out_again(
     assert fresh == {"l": [], "d": {}, "n": None}
 
 
-@pytest.mark.parametrize("fresh", [{}, {7: 0}])
-def test_keys_of_saves_without_a_record_are_the_states_own_or_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: dict[Any, Any]
+@pytest.mark.parametrize(
+    ("saved", "fresh", "wanted", "is_told"),
+    [
+        ({7: 1, 10: 2}, {}, {7: 1, 10: 2}, True),
+        ({7: 1, 10: 2}, {7: 0}, {7: 1, 10: 2}, False),
+        ({"7": 1, "10": 2}, {"7": 0}, {"7": 1, "10": 2}, False),
+        ({7: 1, "x": 2}, {}, {"7": 1, "x": 2}, False),
+        ({"07": 1}, {}, {"07": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("door", ["stateful", "nested"])
+def test_keys_of_saves_without_a_record_are_as_those_that_are_there_or_numbers(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    door: str,
+    saved: dict[Any, Any],
+    fresh: dict[Any, Any],
+    wanted: dict[Any, Any],
+    is_told: bool,
 ) -> None:
     monkeypatch.setattr(save_run, "add_record", lambda *_: None)
-    wanted = {7: 1} if fresh else {"7": 1}
-    assert is_same(through("stateful", tmp_path / "p", {7: 1}, fresh), wanted)
+    assert is_same(through(door, tmp_path / "p", saved, dict(fresh)), wanted)
+    assert ("were numbers or texts" in caplog.text) is is_told
+
+
+def test_new_entries_come_in_the_order_of_the_state_not_of_the_ranks() -> None:
+    names = {"k.c": ("k", "c"), "k.a": ("k", "a"), "k.b": ("k", "b")}
+    metadata = Metadata({}, names)
+    assert list(paths_of(sorted(names), metadata, {"k": Takes.ALL})) == list(names)
 
 
 @pytest.mark.parametrize("is_stocks", [True, False])

@@ -75,3 +75,16 @@ class Renamed(kinds.ReduceLROnPlateau):
 def test_state_with_more_or_with_fewer_names_is_taken(tmp_path: Path, saved: Any, now: Any) -> None:
     manager_of(tmp_path).save(1, **parts(saved))
     manager_of(tmp_path).resume(**parts(now, 1))
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2)])
+def test_state_of_fewer_or_more_schedulers_is_refused(
+    tmp_path: Path, counts: tuple[int, int]
+) -> None:
+    def of(count: int) -> Any:
+        return lambda o: kinds.ChainedScheduler([step(o) for _ in range(count)])
+
+    saved, now = counts
+    manager_of(tmp_path).save(1, **parts(of(saved)))
+    with pytest.raises(MismatchError, match=f"a ChainedScheduler of {now} .* of {saved} was saved"):
+        manager_of(tmp_path).resume(**parts(of(now), 1))

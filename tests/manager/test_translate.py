@@ -25,6 +25,7 @@ from torch_dcpx import (
     UnsupportedError,
 )
 from torch_dcpx.checkpoint.same_call import told_rules
+from torch_dcpx.manager.translate import groups_by_parameter
 
 RENAMES = KeyMap((r"^0\.", "first."), (r"^1\.", "net.module.last."))
 
@@ -252,3 +253,12 @@ def test_group_of_frozen_tensors_that_are_split_keeps_its_settings(tmp_path: Pat
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.7]
     assert_same(layers[1].weight, torch.nn.Parameter(torch.cat(parts), False))
     optimizer.step()
+
+
+def test_settings_by_parameter_may_be_tensors_of_several_elements() -> None:
+    scales = {name: {"scales": torch.ones(3), "of": {"x": torch.ones(2)}} for name in "ab"}
+    (group,) = groups_by_parameter(scales, [["a", "b"]])
+    assert group["params"] == ["a", "b"]
+    scales["b"]["of"]["x"][1] = 2
+    with pytest.raises(MismatchError, match="'a' and 'b' are one group of the optimizer"):
+        groups_by_parameter(scales, [["a", "b"]])

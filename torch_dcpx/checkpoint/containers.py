@@ -78,6 +78,8 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
     before = len(found)
     if isinstance(value, Mapping):
         keys = [_told(key) for key in value if type(key) is not str and str(key) != key]
+        if not keys and are_numbers(value):
+            keys = list(value)  # texts, which a load without a record takes for numbers
         kind = _kind_of(value, dict)
         for key, part in value.items():
             if isinstance(part, (Mapping, list)):
@@ -97,6 +99,14 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
     if is_nameless:
         record.nameless.append(path)
     return is_nameless
+
+
+def are_numbers(texts: Iterable[Any]) -> bool:
+    """Returns whether all of some keys, one at least, are texts of numbers as `str` makes them."""
+    texts = list(texts)
+    return bool(texts) and all(
+        type(text) is str and text.isdecimal() and str(int(text)) == text for text in texts
+    )
 
 
 def _kind_of(value: Any, plain: type) -> str:

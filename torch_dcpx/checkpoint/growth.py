@@ -7,6 +7,7 @@ It changes the state before ranks agree on the load; `undo` makes it as it was.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import filterfalse
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_dcpx.checkpoint.containers import Kept, Path, read_containers
+from torch_dcpx.checkpoint.containers import Kept, Path, are_numbers, read_containers
 from torch_dcpx.checkpoint.stateful import EXTRA_STATE, Takes, is_extra_state
 from torch_dcpx.reader.elements import StateKeys
 from torch_dcpx.reader.reader import DcpxReader
+
+logger = logging.getLogger("torch_dcpx")
 
 _HOLE: Any = object()  # an element of a list that has no value yet
 
@@ -78,6 +81,8 @@ class Grower:
         self._made: dict[Path, Any] = {}  # new dicts and lists, by their paths
         self._touched: dict[Path, list[Any]] = {}  # lists with a new element
         self._added: dict[Path, tuple[Any, dict[str, Any]]] = {}  # dicts, new keys by text
+        self._told: set[Path] = set()  # dicts whose keys are taken for numbers
+        self._siblings: dict[Path, set[str | int]] = {}  # new keys as texts, by path of their dict
 
     @classmethod
     def of_saved(
@@ -94,6 +99,9 @@ class Grower:
         Returns names of which it can make none, and why.
         """
         refused, keys = [], {str(key): key for key in parts}
+        for path in names.values():
+            for at in range(1, len(path)):
+                self._siblings.setdefault(path[:at], set()).add(path[at])
         for name, path in names.items():
             try:
                 self._add(state[keys[str(path[0])]], path, blank(self._stored[name]))
@@ -190,12 +198,29 @@ class Grower:
         own = self._keys.of(container, part)
         if own in container:
             return own
-        kept = self._kept.get(path, Kept()).keys.get(str(part), part)
-        if kept == part and path in self._numbered and str(part).isdecimal():
+        if path not in self._kept and self._is_numbered(container, path):
             return int(part)
+        kept = self._kept.get(path, Kept()).keys.get(str(part), part)
         if type(kept) is Kept:
             raise TypeError("its key was an object that no load makes anew")
         return kept
+
+    def _is_numbered(self, container: Mapping[Any, Any], path: Path) -> bool:
+        """Returns whether new keys of a dict are ints, of which an earlier save, or stock's, said
+        nothing: as those that are there; or if all can be, as of `torch.optim.Optimizer`.
+        """
+        own = {
+            type(key) for key in container if key not in self._added.get(path, (0, {}))[1].values()
+        }
+        if not are_numbers(self._siblings.get(path, ())) or own - {int}:
+            return False
+        if not own and path not in self._numbered and path not in self._told:
+            self._told.add(path)
+            text = (
+                "nothing says whether the keys of '%s' were numbers or texts; they are numbers now"
+            )
+            logger.warning(text, _name(path))
+        return True
 
     def _add_empty(self, part: Any, path: Path) -> None:
         """Puts a nameless dict or list to its path, if what was around it is there."""
@@ -260,10 +285,14 @@ def new_names(
 def paths_of(
     names: Iterable[str], metadata: Metadata, parts: Mapping[Any, Takes]
 ) -> dict[str, Path]:
-    """Returns the paths of those names that were saved beneath a part that takes them."""
-    paths, found = metadata.planner_data, {}
-    for name in names if isinstance(paths, Mapping) else ():
-        path = paths.get(name)
+    """Returns the paths of those names that were saved beneath a part that takes them, in the
+    state's order: the entries stand rank by rank.
+    """
+    paths, found, wanted = metadata.planner_data, {}, set(names)
+    for name in paths if isinstance(paths, Mapping) and wanted else ():
+        if name not in wanted:
+            continue
+        path = paths[name]
         is_path = isinstance(path, tuple) and len(path) > 1 and {*map(type, path)} <= {str, int}
         if is_path and _name(path) == name and _is_taken(path, parts):
             found[name] = path

@@ -168,8 +168,9 @@ class Blanks:
         entry = self._outline(source)
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        is_there = isinstance(now, (torch.Tensor, ShardedTensor)) and now.size() == entry.size
-        if is_there and not (isinstance(now, torch.Tensor) and is_expanded(now)):
+        is_sharded = isinstance(now, ShardedTensor)  # a torch.Tensor that has no strides
+        is_there = isinstance(now, torch.Tensor) and now.size() == entry.size
+        if is_there and (is_sharded or not is_expanded(now)):
             return now  # filled in place
         kind = self.record.kinds.get(source.removeprefix(self._prefix))
         if kind is None:

@@ -297,6 +297,14 @@ def check_alike(part: Any, state: Any, may_miss: Callable[[str], object]) -> Non
     if not (isinstance(state, Mapping) and isinstance(own := part.state_dict(), Mapping)):
         return
     lists = [each.get(_WITHIN) for each in (own, state)]
+    counts = [len(each) for each in lists if isinstance(each, list)]
+    if len(set(counts)) > 1:
+        raise MismatchError(
+            f"lr_scheduler is a {type(part).__name__} of {counts[0]} schedulers, and one of "
+            f"{counts[1]} was saved; give as many, or load_optimizer=False leaves optimizer and "
+            "scheduler as they are",
+            fqn="lr_scheduler",
+        )
     for one, saved in zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ():
         if isinstance(one, Mapping) and isinstance(saved, Mapping):
             _check_names(part, one, saved, may_miss)

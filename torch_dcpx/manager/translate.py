@@ -252,7 +252,7 @@ def groups_by_parameter(
     for names in filter(None, own):
         first = settings[names[0]]
         for name in names:
-            if settings[name] != first:
+            if not _is_same(settings[name], first):
                 raise MismatchError(
                     f"parameters '{names[0]}' and '{name}' are one group of the optimizer, and "
                     f"were saved with {dict(first)!r:.200} and {dict(settings[name])!r:.200}",
@@ -370,6 +370,8 @@ def _is_same(a: Any, b: Any) -> bool:
         return torch.equal(a, b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_same(a[key], b[key]) for key in a)
     return a is b or bool(a == b)
 
 

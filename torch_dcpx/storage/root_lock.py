@@ -332,11 +332,15 @@ class _Watch:
         return None
 
     def _refused(self, owner: str) -> ConcurrentSaveError:
-        path = str(self._record.path)
+        path, timeout_s = str(self._record.path), self._deadline.timeout_s
+        more = ""
+        if _ENDING_S < timeout_s < _GONE_S + 2 * self._record.pause_s:
+            more = f"; one that gives no sign is taken for gone after {_GONE_S:.0f} s, and "
+            more += f"save_timeout_s lets this save wait for {timeout_s:.0f} s"
         return ConcurrentSaveError(
             f"save beneath '{path}': another job's manager saves there ({owner}); after "
             f"{self._deadline.waited_s:.0f} s it has not ended: end that job, or close its "
-            "manager, or give this job a root of its own",
+            f"manager, or give this job a root of its own{more}",
             errno=errno.EWOULDBLOCK,
             path=path,
             owner=owner,
