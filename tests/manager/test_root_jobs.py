@@ -259,6 +259,22 @@ def test_manager_that_nobody_has_frees_the_root(
     assert jobs().tell("save 2") is None
 
 
+def test_dropped_manager_gives_its_root_back_without_a_collection(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path, keep_last=1)
+    gc.disable()
+    try:
+        save(manager, 1)
+        manager.wait()
+        del manager
+        with manager_of(tmp_path) as manager:
+            save(manager, 2)
+        (name,) = locks(tmp_path)
+        holder = Holder.decoded((tmp_path / name).read_bytes())
+        assert holder is not None and holder.is_over
+    finally:
+        gc.enable()
+
+
 def test_manager_that_nobody_has_frees_the_root_behind_a_save_that_failed(
     tmp_path: Path, jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,11 +54,12 @@ class DirectoryRoot:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""
         self.path = path
         self.is_durable = is_durable
-        self.lock = RootLock(path, self._record)
 
-    def _record(self) -> FileRecord:
-        make_directory(self.path, is_durable=self.is_durable)
-        return FileRecord(self.path)
+        def opened() -> FileRecord:  # without self: a root that is dropped goes at once
+            make_directory(path, is_durable=is_durable)
+            return FileRecord(path)
+
+        self.lock = RootLock(path, opened)
 
     # ---- The root ------------------------------------------------------------------------------
 

@@ -105,13 +105,13 @@ class Retention:
         self._has_run = False
         self._has_warned = False  # of a metric that a save lacks
         self._is_ending = False
-        root.is_busy = lambda tag: tag in self.busy
         _all.add(self)
         self._run_guard = Guard()  # held by the run that is under way
         self._going: frozenset[str] = frozenset()  # tags that it removes
         # Tags of saves under way. No lock: a signal's handler may save at any line, and each change
         # is one step of the interpreter.
         self._saves: list[str] = []
+        root.is_busy = self._saves.__contains__  # no cycle: a dropped manager gives its root back
         self._deferrals: dict[str, int] = {}  # removals in a row, by save; the run's own
 
     @property

@@ -83,12 +83,12 @@ class StoreRoot:
         self.path = path
         self._grace_s = grace_s
         self.is_conditional = is_conditional
-        self.lock = RootLock(path, self._record)
+        # Without self: a root that is dropped goes at once.
+        self.lock = RootLock(
+            path, lambda: ObjectRecord(ObjectPlace(path), is_conditional=is_conditional)
+        )
         self._seen: Pointer | None = None  # as this process has read or written it last
         self._named: dict[str, set[str]] = {}  # data files, by the tag of their `.metadata`
-
-    def _record(self) -> ObjectRecord:
-        return ObjectRecord(self._place, is_conditional=self.is_conditional)
 
     @property
     def _place(self) -> ObjectPlace:
