@@ -155,6 +155,8 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
         return
     record = Record({}, [], {})
     for key, part in state.items():
+        if isinstance(part, torch.Tensor):  # most are; a Mapping costs more to tell
+            continue
         if isinstance(part, (Mapping, list)) and (planner.dcpx_is_odd or key in growing):
             note_containers(part, (str(key),), record)
         elif isinstance(part, Mapping):
