@@ -89,6 +89,7 @@ class OptimizerPart(LoadPart):
     may_miss: Callable[[str], object] = lambda _: False  # of names in the checkpoint
     read: Callable[[Sequence[str]], Mapping[str, Any]] = {}.fromkeys  # items of a few bytes
     has_scheduler: Callable[[Any], bool] = lambda _: False  # an optimizer, in this resume
+    is_target: bool = False  # of a resume, which needs no record of what is there
 
     def __post_init__(self) -> None:
         self._is_named = isinstance(self.optimizer, Mapping)
@@ -112,9 +113,10 @@ class OptimizerPart(LoadPart):
             if self.has_named_groups:
                 own = {**own, GROUPS: settings_by_parameter(own[GROUPS])}
             self._own[name] = _Own(each, names, own[STATE], own[GROUPS], extras)
-            templates = None if self._has_flat else self._templates(self._own[name])
-            own = {**own, **extras}
-            states[name] = own | record_of(own, templates, list(extras)).as_items()
+            states[name] = own = {**own, **extras}
+            if not self.is_target:
+                templates = None if self._has_flat else self._templates(self._own[name])
+                states[name] = own | record_of(own, templates, list(extras)).as_items()
         each_own = self._own.items()
         check_apart({n: (set(chain.from_iterable(o.names)), o.extras) for n, o in each_own})
         return states if self._is_named else states[""]

@@ -101,6 +101,7 @@ class Wanted(LoadPart):
             may_miss=self.loads.may_miss,
             read=self._read,
             has_scheduler=given.has_scheduler,
+            is_target=True,
         )
         self._optimizer = target.get("optimizer")
         if self.state_dict():
