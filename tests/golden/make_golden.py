@@ -129,8 +129,8 @@ def _save(writer: str, directory: str) -> None:
     dist.destroy_process_group()
 
 
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leaves out who and when, and the lock."""
+def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leaves out who and when, and the locks."""
     entry.uid = entry.gid = entry.mtime = 0
     entry.uname = entry.gname = ""
     return None if entry.name.endswith(".lock") else entry
@@ -150,7 +150,7 @@ def main() -> None:
         subprocess.run(command, cwd=scratch, check=True)  # the file says where it was written
         with tarfile.open(here.with_name(f"{name}.tar.xz"), "w:xz") as archive:
             for path in sorted(directory.iterdir()):
-                archive.add(path, path.name, filter=_anonymous)
+                archive.add(path, path.name, filter=anonymous)
 
 
 if __name__ == "__main__":

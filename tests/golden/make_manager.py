@@ -116,28 +116,21 @@ def _save(kind: str, root: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Leaves out who and when, and the locks."""
-    entry.uid = entry.gid = entry.mtime = 0
-    entry.uname = entry.gname = ""
-    return None if entry.name.endswith(".lock") else entry
-
-
 def main() -> None:
     if len(sys.argv) == 3:
         _save(*sys.argv[1:])
         return
+    from make_golden import anonymous  # beside this script
+
     here = Path(__file__).resolve()
     with tempfile.TemporaryDirectory() as scratch:
         for kind, ranks in (("plain", 1), ("fsdp2", 2)):
             launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
             command = [sys.executable, *launch, str(here), kind, kind]
-            subprocess.run(
-                command, cwd=scratch, check=True
-            )  # the files say where they were written
+            subprocess.run(command, cwd=scratch, check=True)
         with tarfile.open(here.with_name(f"{sys.argv[1]}.tar.xz"), "w:xz") as archive:
             for kind in ("plain", "fsdp2"):
-                archive.add(Path(scratch) / kind, kind, filter=_anonymous)
+                archive.add(Path(scratch) / kind, kind, filter=anonymous)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What flattened names do not say of a nested state, for a load that has to make it anew.
+"""Keeps what flattened names do not say of a nested state, for a load that has to make it anew.
 
 A checkpoint holds values by texts: it says no key's type, no class of a dict, and nothing of an
 empty one. Where a state has such, a save of `save` or `async_save` keeps one more object,
@@ -63,7 +63,7 @@ class Kept(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a save tells of its dicts and lists; the keys of the object."""
+    """A save tells this of its dicts and lists; the names are the keys of the object."""
 
     containers: dict[Path, Any]
     nameless: list[Path]
@@ -104,9 +104,12 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
 def are_numbers(texts: Iterable[Any]) -> bool:
     """Returns whether all of some keys, one at least, are texts of numbers as `str` makes them."""
     texts = list(texts)
-    return bool(texts) and all(
-        type(text) is str and text.isdecimal() and str(int(text)) == text for text in texts
-    )
+    return bool(texts) and all(type(text) is str and is_number(text) for text in texts)
+
+
+def is_number(text: str) -> bool:
+    """Returns whether `str` makes this text of a number that is not negative."""
+    return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
 
 
 def _kind_of(value: Any, plain: type) -> str:

@@ -33,7 +33,7 @@ _MOST_A_SAVE = 2048  # tensors: of more, saves by a kept plan look at a part in 
 
 
 class Told(NamedTuple):
-    """What a rank says of the tensors of its plan."""
+    """A rank says this of the tensors of its plan."""
 
     sums: bytes = b""  # 8 bytes a digest; b"": there is nothing to compare
     places: bytes = b""  # of their items in the plan, int64, deflated; b"": of all items
@@ -42,7 +42,7 @@ class Told(NamedTuple):
 
 
 class Kept:
-    """What a rank compares in later saves, by the plan that is kept."""
+    """A rank compares these tensors in later saves, by the plan that is kept."""
 
     def __init__(self, factors: Mapping[str, int], turns: int) -> None:
         self._turns: list[tuple[list[str], list[int]]] = [([], []) for _ in range(turns)]
@@ -63,7 +63,7 @@ class Kept:
 
 
 class Compared(NamedTuple):
-    """What the coordinator found."""
+    """The coordinator found this, and tells all ranks."""
 
     differing: dict[str, list[int]]  # the first rank of each of the contents of a name
     settled: frozenset[str]

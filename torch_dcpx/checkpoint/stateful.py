@@ -40,7 +40,7 @@ def with_state_dicts(state: Mapping[str, Any], growing: set[str] | None = None) 
 
 
 class Takes(Enum):
-    """Which entries a part takes that only the checkpoint holds."""
+    """A part takes these of the entries that only the checkpoint holds."""
 
     NOTHING = 0
     EXTRA_STATES = 1

@@ -1,4 +1,4 @@
-"""Where an adapter's next folder is made: `.dcpx.saving.NAME/ID/NAME`, beside its place.
+"""An adapter makes its next folder as `.dcpx.saving.NAME/ID/NAME`, beside its place.
 
 One save of a folder at a time, by the lock in `.dcpx.saving.NAME`. A new ID for each save: so that
 two saves do not meet where the file system has no locks, and a save that was killed can be told.

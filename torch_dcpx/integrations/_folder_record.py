@@ -39,7 +39,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Record(NamedTuple):
-    """What one save has put in a folder, by paths relative to it."""
+    """One save has put these files in a folder, by paths relative to it."""
 
     name: str  # of the folder
     save_id: str  # of the folder's save

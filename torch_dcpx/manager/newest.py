@@ -1,4 +1,4 @@
-"""Which of the whole checkpoints beneath a root is the newest, and which others may be newer.
+"""Tells which whole checkpoint beneath a root is the newest, and which others may be newer.
 
 The newest is, of the first of these that are there,
 1. the last commit of this run. Clocks prove nothing, and steps fall when a training goes back;

@@ -1,4 +1,4 @@
-"""What an optimizer's entries are, where neither their names nor the parameters tell it.
+"""Records what an optimizer's entries are, where neither names nor parameters tell it.
 
 The metadata has names, sizes and dtypes. `usual_kind` says what an entry most likely is: as its
 parameter. A save compares, and its record has only what is otherwise: another class or sharding,
@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torch_dcpx.checkpoint.containers import is_number
 from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
 
 RECORD = "dcpx_kinds"  # the key beside `state` and `param_groups`
@@ -42,7 +43,7 @@ class Mesh(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a tensor is, besides its sizes and dtype."""
+    """A tensor is this, besides its sizes and dtype."""
 
     cls: str = _TENSOR
     placements: tuple[int | None, ...] | str | None = None  # sharded dimensions, or a text
@@ -68,7 +69,7 @@ class UnknownKey(NamedTuple):
 
 @dataclass
 class KindRecord:
-    """What is not as usual in one optimizer; names and paths are beneath it."""
+    """One optimizer has this that is not as usual; names and paths are beneath it."""
 
     kinds: dict[str, Kind] = field(default_factory=dict)  # by name
     keys: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name of a dict, by text
@@ -256,10 +257,6 @@ def usual_keys(texts: Iterable[str]) -> list[Any]:
     """Returns the keys that texts stand for: numbers, if all are."""
     texts = list(texts)
     return [int(text) for text in texts] if all(map(is_number, texts)) else texts
-
-
-def is_number(text: str) -> bool:
-    return text.isdecimal() and text.isascii() and (text == "0" or text[0] != "0")
 
 
 def usual_kind(owner: Any, sizes: Sequence[int], *, is_step: bool) -> Kind:

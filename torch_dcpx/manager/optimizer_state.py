@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
+from torch_dcpx.checkpoint.containers import is_number
 from torch_dcpx.errors import MismatchError, UnsupportedError
 from torch_dcpx.keys.key_map import keeps_names
 from torch_dcpx.manager.optimizer_kinds import (
@@ -29,7 +30,6 @@ from torch_dcpx.manager.optimizer_kinds import (
     Kind,
     KindRecord,
     Mesh,
-    is_number,
 )
 from torch_dcpx.manager.translate import TrainingRules, beneath, owner_of
 from torch_dcpx.metadata.lazy import outline_of, sizes_of
