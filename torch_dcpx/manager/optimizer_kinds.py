@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_dcpx.checkpoint.containers import is_number
 from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
+from torch_dcpx.tensors.memory import PLAIN_CLASSES
 
 RECORD = "dcpx_kinds"  # the key beside `state` and `param_groups`
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -195,6 +196,8 @@ def _note(
     record: KindRecord, path: _Path, value: Any, owner: Any, *, is_known: bool = True
 ) -> None:
     """Notes what is not as usual in a value and what it holds; walks as DCP's `traverse`."""
+    if type(value) is torch.Tensor and _is_plain_usual(value, owner):
+        return
     if isinstance(value, torch.Tensor):
         if is_known and value.is_quantized:  # FSDP1's shards do not say
             raise UnsupportedError(
@@ -220,6 +223,16 @@ def _note(
             _note(record, (*path, place), one, owner, is_known=is_known)
 
 
+def _is_plain_usual(value: torch.Tensor, owner: Any) -> bool:
+    """Returns True of most tensors at once: `kind_of` and `usual_kind` would say the same."""
+    return (
+        (value.is_cpu if owner is None else type(owner) in PLAIN_CLASSES and _is_dense(owner))
+        and _is_dense(value)
+        and not value.requires_grad
+        and not value.is_quantized
+    )
+
+
 def unmade(value: Any) -> str:
     """Returns the class of what `Optimizer.load_state_dict` cannot make anew in a state, else "".
 
@@ -237,6 +250,10 @@ def unmade(value: Any) -> str:
     except (TypeError, ValueError):
         return f"{make.__module__}.{make.__qualname__}"
     return within
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _is_leaf(value: Any) -> bool:
