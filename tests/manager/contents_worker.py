@@ -78,6 +78,32 @@ def all_ranks_raise_it_as_an_error(root: Path) -> None:
     assert not heard()
 
 
+def values_where_other_ranks_hold_names_are_said(root: Path) -> None:
+    rank = dist.get_rank()
+    states = {
+        "history": [[{"loss": 1.0}], []],
+        "best": [None, {"step": 3, "model": torch.ones(2)}],
+        "seen": [torch.ones(2), {"a": {"b": torch.ones(2)}}],
+    }
+    for name, own in states.items():
+        for number in range(2):
+            with manager_of(root / f"{name}{number}") as manager:
+                manager.save(1, state={name: own[rank], "step": 1})
+            said = heard()
+            assert len(said) == (number == 0), said
+            value = 1 if name == "history" else 0
+            assert number or f"'state.{name}' is a value on rank {value} of the group" in said[0]
+            assert number or (f"'state.{name}." in said[0] and f"on rank {1 - value};" in said[0])
+        planner = dcpx.DcpxSavePlanner(on_conflict="error")
+        with pytest.raises(dcpx.PlanError, match=f"'nested.{name}' is a value") as caught:
+            dcpx.save({"nested": {name: own[rank]}}, root / f"{name}-strict", planner=planner)
+        assert caught.value.fqn == f"nested.{name}"
+    # Other lengths are other names, and a value beside a container is one.
+    other = {"lengths": [{"a": 1}] * (rank + 1), "own": {f"{rank}": 1}, "x": []}
+    dcpx.save(other, root / "lengths")
+    assert not heard()
+
+
 def states_of_optimizers(root: Path) -> None:
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(4, 4)
@@ -180,6 +206,7 @@ def main(root: Path) -> None:
     logging.getLogger("torch_dcpx").addHandler(Heard(logging.WARNING))
     each_call_says_once_what_differs(root)
     all_ranks_raise_it_as_an_error(root)
+    values_where_other_ranks_hold_names_are_said(root)
     states_of_optimizers(root)
     data_parallel_trainings_say_nothing(root)
     what_ddp_does_not_keep_equal_is_said(root)

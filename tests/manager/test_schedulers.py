@@ -46,7 +46,7 @@ def test_state_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
     saved, now = SWAPPED[name]
     manager_of(tmp_path).save(1, **parts(saved))
     given = parts(now, 1)
-    with pytest.raises(MismatchError, match=r"another kind was saved: it had lr_scheduler\.") as no:
+    with pytest.raises(MismatchError, match=r"another kind, \w+, was saved: it had lr_sch") as no:
         manager_of(tmp_path).resume(**given)
     assert no.value.left and no.value.missing
     assert given["optimizer"].param_groups[0]["lr"] != 0 and not given["optimizer"].state
@@ -64,15 +64,51 @@ class Renamed(kinds.ReduceLROnPlateau):
         return {**own, "verbose": False}
 
 
-@pytest.mark.parametrize(
-    ("saved", "now"),
-    [
-        (step, lambda o: kinds.ExponentialLR(o, 0.5)),  # which has fewer names
-        (lambda o: kinds.ExponentialLR(o, 0.5), step),
-        (Renamed, kinds.ReduceLROnPlateau),
-    ],
-)
-def test_state_with_more_or_with_fewer_names_is_taken(tmp_path: Path, saved: Any, now: Any) -> None:
+Renamed.__name__ = "ReduceLROnPlateau"
+
+
+class Slower(kinds.StepLR):
+    """Keeps one name more."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.by = 2
+        super().__init__(optimizer, 2)
+
+
+def exponential(optimizer: Any) -> Any:
+    return kinds.ExponentialLR(optimizer, 0.5)
+
+
+ONE_SIDED = [(step, exponential), (exponential, step), (both(step), both(exponential))]
+
+
+@pytest.mark.parametrize(("saved", "now"), [*ONE_SIDED, (Slower, step)])
+def test_another_class_with_only_more_or_only_fewer_names_is_refused(
+    tmp_path: Path, saved: Any, now: Any
+) -> None:
+    manager_of(tmp_path).save(1, **parts(saved))
+    given = parts(now, 1)
+    with pytest.raises(MismatchError, match=r"another kind, \w+, was saved: it had .*lr_sch") as no:
+        manager_of(tmp_path).resume(**given)
+    assert bool(no.value.left) != bool(no.value.missing)
+    assert not given["optimizer"].state
+    manager_of(tmp_path).resume(**given, strict=False)
+    manager_of(tmp_path).resume(**parts(saved, 2))
+
+
+@pytest.mark.parametrize(("saved", "now"), [(step, Slower), (Renamed, kinds.ReduceLROnPlateau)])
+def test_a_class_with_more_names_than_its_own_were_saved_of_is_taken(
+    tmp_path: Path, saved: Any, now: Any
+) -> None:
+    manager_of(tmp_path).save(1, **parts(saved))
+    manager_of(tmp_path).resume(**parts(now, 1))
+
+
+@pytest.mark.parametrize(("saved", "now"), ONE_SIDED)
+def test_more_or_fewer_names_are_taken_of_saves_that_noted_no_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Any, now: Any
+) -> None:
+    monkeypatch.setattr("torch_dcpx.manager.save.scheduler_classes", lambda _: {})
     manager_of(tmp_path).save(1, **parts(saved))
     manager_of(tmp_path).resume(**parts(now, 1))
 

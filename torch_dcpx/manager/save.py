@@ -33,7 +33,7 @@ from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
 from torch_dcpx.manager.root import OF_TIMEOUT
-from torch_dcpx.manager.state import Parts, Small
+from torch_dcpx.manager.state import SCHEDULER_CLASSES, Parts, Small, scheduler_classes
 from torch_dcpx.manager.stored import Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id
@@ -51,6 +51,8 @@ def _state_of(parts: Parts, small: Small, record: Record, rank: int) -> dict[str
     items: dict[str, Any] = {"manager": record.encoded()}
     if parts.optimizer is not None:
         items[CLASSES] = {name: classes_of(one) for name, one in by_name(parts.optimizer).items()}
+    if parts.lr_scheduler is not None:
+        items[SCHEDULER_CLASSES] = scheduler_classes(parts.lr_scheduler)
     if rank == 0:  # the same rank each time, of ranks that all have them
         items |= small.shared
     if small.own:

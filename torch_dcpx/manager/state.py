@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, para
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
 
+SCHEDULER_CLASSES = "scheduler_classes"  # beneath a manager's own items
 _WITHIN = "_schedulers"  # in the state of torch's schedulers of several
 _OF_OLD_TORCH = {"verbose"}
 
@@ -289,10 +290,46 @@ def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
     raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
 
 
-def check_alike(part: Any, state: Any, may_miss: Callable[[str], object]) -> None:
+def _placed(parts: Any) -> dict[str, Any]:
+    """Returns each scheduler by its place: "" of one, else its name or number, and "PLACE/NUMBER"
+    of one that another has.
+    """
+    named = parts if isinstance(parts, Mapping) else {"": parts}
+    if isinstance(parts, (list, tuple)):
+        named = dict(enumerate(parts))
+    found = {str(name): part for name, part in named.items()}
+    for place, part in list(found.items()):
+        found.update({f"{place}/{at}": one for at, one in enumerate(_within(part))})
+    return found
+
+
+def _within(part: Any) -> Sequence[Any]:
+    own = getattr(part, _WITHIN, ())
+    return own if isinstance(own, (list, tuple)) else ()
+
+
+def scheduler_classes(parts: Any) -> dict[str, dict[str, str]]:
+    """Returns the name of each scheduler's class, as the key of a dict, by place."""
+    return {place: {type(one).__name__: ""} for place, one in _placed(parts).items()}
+
+
+def other_classes(parts: Any, saved: Iterable[str]) -> dict[int, str]:
+    """Returns the saved class, by id, of schedulers that are not of it. `saved`: "PLACE.CLASS"."""
+    of = {place: kind for place, _, kind in (one.rpartition(".") for one in saved)}
+    return {
+        id(one): of[place]
+        for place, one in _placed(parts).items()
+        if place in of and of[place] not in (base.__name__ for base in type(one).__mro__)
+    }
+
+
+def check_alike(
+    part: Any, state: Any, may_miss: Callable[[str], object], others: Mapping[int, str]
+) -> None:
     """Raises MismatchError: a scheduler was saved that has other names in its state.
 
-    Each must have names that the other has not: versions of torch give one class more, or fewer.
+    Where the class is not one of `other_classes`, each must have names that the other has not:
+    versions of torch give one class more, or fewer.
     """
     if not (isinstance(state, Mapping) and isinstance(own := part.state_dict(), Mapping)):
         return
@@ -305,29 +342,39 @@ def check_alike(part: Any, state: Any, may_miss: Callable[[str], object]) -> Non
             "scheduler as they are",
             fqn="lr_scheduler",
         )
-    for one, saved in zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ():
+    pairs = zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ()
+    within = _within(part)
+    for at, (one, saved) in enumerate(pairs):
+        inner = within[at] if at < len(within) else part  # which wraps that of several
         if isinstance(one, Mapping) and isinstance(saved, Mapping):
-            _check_names(part, one, saved, may_miss)
-    _check_names(part, own, state, may_miss)
+            _check_names(inner, one, saved, may_miss, others.get(id(inner), ""))
+    _check_names(part, own, state, may_miss, others.get(id(part), ""))
 
 
 def _check_names(
-    part: Any, own: Mapping[Any, Any], saved: Mapping[Any, Any], may_miss: Callable[[str], object]
+    part: Any,
+    own: Mapping[Any, Any],
+    saved: Mapping[Any, Any],
+    may_miss: Callable[[str], object],
+    other: str,
 ) -> None:
     here, there = (
         {key for key in each if key == _WITHIN or not str(key).startswith("_")}
         for each in (own, saved)
     )
-    missing = sorted(f"lr_scheduler.{name}" for name in here - there)
-    missing = [name for name in missing if not may_miss(name)]
-    left = sorted(f"lr_scheduler.{name}" for name in there - here - _OF_OLD_TORCH)
-    if missing and left:
+    missing, left = (
+        sorted(name for key in keys if not may_miss(name := f"lr_scheduler.{key}"))
+        for keys in (here - there, there - here - _OF_OLD_TORCH)
+    )
+    if (missing and left) or (other and (missing or left)):
+        kind = f"another kind, {other}," if other else "another kind"
+        differs = [f"it had {', '.join(left[:5])}"] if left else []
+        differs += [f"it had no {', '.join(missing[:5])}"] if missing else []
         raise MismatchError(
-            f"lr_scheduler is {with_article(type(part).__name__)}, and another kind was saved: it "
-            f"had {', '.join(left[:5])}, and not {', '.join(missing[:5])}; give one of the kind "
-            "that was saved; strict=False takes what there is, load_optimizer=False leaves "
-            "optimizer and scheduler as they are",
-            fqn=left[0],
+            f"lr_scheduler is, or has, {with_article(type(part).__name__)}, and {kind} was saved: "
+            f"{', and '.join(differs)}; give one of the kind that was saved; strict=False takes "
+            "what there is, load_optimizer=False leaves optimizer and scheduler as they are",
+            fqn=(left or missing)[0],
             missing=tuple(missing),
             left=tuple(left),
         )

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.load_checks import LoadRules
@@ -26,7 +28,13 @@ from torch_dcpx.manager.content import (
     with_own,
 )
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
-from torch_dcpx.manager.state import Parts, check_alike, paired_states
+from torch_dcpx.manager.state import (
+    SCHEDULER_CLASSES,
+    Parts,
+    check_alike,
+    other_classes,
+    paired_states,
+)
 from torch_dcpx.manager.stored import Record, Stored
 from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
 from torch_dcpx.options import ReadOptions
@@ -69,6 +77,7 @@ class Wanted(LoadPart):
         self._shared: dict[str, Any] = {}  # decoded small values, by part
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
+        self._saved_classes: list[str] = []
         self.rules: TrainingRules | None = None  # of the load
         self._optimizer: Any = None  # its part of the load
         self.handed: set[str] = set()  # small parts that have got a value, whole or in part
@@ -192,6 +201,12 @@ class Wanted(LoadPart):
             small["rank"] = {str(rank): b"" for rank in self._ranks}
         return small
 
+    def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
+        begin = f"{key}.{SCHEDULER_CLASSES}."
+        names = metadata.state_dict_metadata
+        self._saved_classes = [n.removeprefix(begin) for n in names if n.startswith(begin)]
+        return state
+
     def check(self, state: dict[str, Any]) -> None:
         """Decodes and merges small values. Raises: CorruptionError; as `paired_states`, a merge."""
         self._own = self._own_values(state)
@@ -205,8 +220,9 @@ class Wanted(LoadPart):
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
             self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
+            others = other_classes(self.parts.lr_scheduler, self._saved_classes)
             for one, its_state in self._schedulers if self.loads.is_strict else ():
-                check_alike(one, its_state, self.loads.may_miss)
+                check_alike(one, its_state, self.loads.may_miss, others)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""

@@ -36,7 +36,7 @@ from torch_dcpx.planners.replicas import (
     with_pieces,
 )
 from torch_dcpx.ranks.plan_wire import RankPlan
-from torch_dcpx.tensors.digests import report_conflicts, shared_digests
+from torch_dcpx.tensors.digests import report_conflicts, report_nested, shared_digests
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
 from torch_dcpx.tensors.offences import check_shape, refuse_unlike
 from torch_dcpx.tensors.tiling import offence_text
@@ -308,8 +308,11 @@ class DcpxSavePlanner(DefaultSavePlanner):
         metadata = Metadata(entries)
         if self.flatten_state_dict:
             metadata.planner_data = {}
-            for plan in reversed(plans):  # the first rank's path of a name is kept
-                metadata.planner_data.update(plan.planner_data)
+            paths = [plan.planner_data for plan in plans]
+            for own in reversed(paths):  # the first rank's path of a name is kept
+                metadata.planner_data.update(own)
+            if max(map(len, paths)) < len(metadata.planner_data):
+                report_nested(paths, self.on_conflict, self.dcpx_logged)
         # One rank alone may save its part of a tensor.
         errors = [row for row in offences if row[1] != "hole" or len(plans) > 1]
         if errors:

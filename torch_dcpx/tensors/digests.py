@@ -22,11 +22,12 @@ import struct
 import sys
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torch_dcpx._text import counted
 from torch_dcpx.errors import PlanError
 
 logger = logging.getLogger("torch_dcpx")
@@ -48,9 +49,10 @@ _ARRAY_KINDS = "biufcSUmM"  # all but objects and structures
 _MAX_SHOWN = 5
 
 VALUES, TENSORS = "Python values", "tensors"
+_PER_RANK = "or in a manager's state a PerRank"
 _WAYS = {  # out of a conflict, beside other names
     VALUES: ", or the same value",
-    TENSORS: ", the same contents, or in a manager's state a PerRank",
+    TENSORS: f", the same contents, {_PER_RANK}",
 }
 
 
@@ -272,3 +274,38 @@ def report_differing(
     logger.warning("%s; the lowest rank's is kept", text)
     logged.update(found)
     return set(found)
+
+
+def report_nested(
+    paths: Sequence[Mapping[str, tuple[Any, ...]]], on_conflict: str, logged: set[str]
+) -> None:
+    """Logs once each name that is a value on one rank and holds other names on another.
+
+    `paths` are those of each rank's names. Raises PlanError: with `on_conflict="error"`.
+    """
+    names: dict[tuple[Any, ...], str] = {}
+    for own in paths:
+        names.update((path, name) for name, path in own.items())
+    found = {
+        names[path[:end]]: name
+        for path, name in names.items()
+        for end in range(1, len(path))
+        if path[:end] in names
+    }
+    if not found or (logged.issuperset(found) and on_conflict != "error"):
+        return
+    ranks = {name: rank for rank, own in reversed(list(enumerate(paths))) for name in own}
+    shown = "; ".join(
+        f"'{name}' is a value on rank {ranks[name]} of the group and holds '{within}' on rank "
+        f"{ranks[within]}"
+        for name, within in list(found.items())[:_MAX_SHOWN]
+    )
+    text = (
+        f"{counted(len(found), 'name')} of values on one rank hold other names on another: {shown};"
+        " a checkpoint keeps both, and a manager's strict resume refuses it; give each rank a name "
+        f"of its own, {_PER_RANK}"
+    )
+    if on_conflict == "error":
+        raise PlanError(text, fqn=next(iter(found)))
+    logger.warning("%s", text)
+    logged.update(found)
