@@ -102,6 +102,24 @@ GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
     "list, now a dict": ({"l": {"a": 1}}, {"l": []}),
     "dict, now a list": ({"l": [{"a": 1}]}, {"l": {}}),
     "dict, now a tensor": ({"l": tensor(1, 4)}, {"l": {}}),
+    "nothing, a number, a tuple, a list, now tensors": (
+        {
+            "best": tensor(1),
+            "loss": torch.tensor(2),
+            "l": [tensor(3, 1)],
+            1: tensor(4),
+            "e": tensor(5),
+        },
+        {"best": None, "loss": 0.5, "l": [None], 1: (1, 2), "e": []},
+    ),
+    "tensors, now values": (
+        {"best": None, "loss": 0.5, "l": [1, {"a": 2}]},
+        {
+            "best": tensor(1),
+            "loss": torch.tensor(2),
+            "l": [tensor(3), {"a": tensor(4)}],
+        },
+    ),
     "tensors": ({"a": torch.tensor(3), "b": torch.ones(3, dtype=torch.bfloat16)}, {}),
 }
 
@@ -162,17 +180,18 @@ def test_shards_are_no_plain_tensor(tmp_path: Path) -> None:
 def test_failed_read_takes_new_entries_out_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dcpx.save({"k": Holder({"l": [{"a": 1}], "d": {1: 2}, "n": {"x": 1}})}, tmp_path, no_dist=True)
-    fresh: dict[str, Any] = {"l": [], "d": {}, "n": None}
+    saved = {"l": [{"a": 1}], "d": {1: 2}, "n": {"x": 1}, "t": tensor(1)}
+    dcpx.save({"k": Holder(saved)}, tmp_path, no_dist=True)
+    fresh: dict[str, Any] = {"l": [], "d": {}, "n": None, "t": None}
 
     def fails(_: LoadRun) -> None:
-        assert len(fresh["l"]) == len(fresh["d"]) == 1
+        assert len(fresh["l"]) == len(fresh["d"]) == 1 and fresh["t"] is not None
         raise CorruptionError("damaged")
 
     monkeypatch.setattr(LoadRun, "read", fails)
     with pytest.raises(CorruptionError, match="damaged"):
         dcpx.load({"k": Holder(fresh)}, tmp_path, no_dist=True)
-    assert fresh == {"l": [], "d": {}, "n": None}
+    assert fresh == {"l": [], "d": {}, "n": None, "t": None}
 
 
 @pytest.mark.parametrize(

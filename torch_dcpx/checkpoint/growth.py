@@ -135,10 +135,29 @@ class Grower:
         found = [path for path in self._kept if _is_taken(path, parts)]
         return sorted(found, key=len)
 
-    def replace(self, state: Any, path: Path, name: str) -> bool:
-        """Puts what is stored under a name in place of the value at a path. Returns whether it can
-        be made.
+    def replace(
+        self,
+        state: Any,
+        sized: Iterable[str],
+        kinds: Iterable[str],
+        paths: Mapping[str, Path],
+        parts: Mapping[Any, Takes],
+    ) -> bool:
+        """Puts what is stored in place of values, where it can be made. Returns whether any was.
+
+        These are extra states of other sizes or kinds, by their names in `sized` and `kinds`, and
+        values of other kinds in parts that take all.
         """
+        is_any = False
+        for is_kind, names in enumerate((sized, kinds)):
+            for name in names:
+                path = paths.get(name, ())
+                takes_any = is_kind and path and parts.get(path[0]) is Takes.ALL
+                if name in self._stored and (takes_any or any(map(is_extra_state, path))):
+                    is_any |= self._replace(state, path, name)
+        return is_any
+
+    def _replace(self, state: Any, path: Path, name: str) -> bool:
         container, last = state, path[-1]
         for part in path[:-1]:
             container = container[self._key(container, (), part)]

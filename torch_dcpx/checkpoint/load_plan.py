@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +30,6 @@ from torch_dcpx.checkpoint.stateful import (
     EXTRA_STATE,
     LoadPart,
     Takes,
-    is_extra_state,
     is_stateful,
     takes_of,
 )
@@ -276,18 +276,18 @@ class RankLoad:
         planner, stored = self.planner, self.stored
         self._asked = _planned_state(planner, stored)
         self.differences = compared(self._asked, stored, rules, mapped=self._mapped)
-        if self._take_extra_states():
+        if self._take_others():
             self._compare(compared, rules)
 
-    def _take_extra_states(self) -> bool:
-        """Makes room for extra states of other sizes or kinds. Returns whether there are any."""
+    def _take_others(self) -> bool:
+        """Makes room by `Grower.replace`. Returns whether there was anything to replace."""
         found, saved = self.differences, self._metadata.planner_data or {}
-        paths = getattr(self.planner, "mappings", {})
-        grower, is_any = Grower(self.growth, self.stored, {}), False
-        for name in (row[0] for row in (*found.shapes, *found.dtypes, *found.kinds)):
-            path = paths.get(name) or (saved.get(name, ()) if self._mapped is None else ())
-            if name in self.stored and any(map(is_extra_state, path)):
-                is_any |= grower.replace(self.state, path, name)
+        own: dict[str, Any] = getattr(self.planner, "mappings", {})
+        paths = ChainMap(own, saved) if self._mapped is None else own
+        names = [row[0] for row in (*found.shapes, *found.dtypes)], [row[0] for row in found.kinds]
+        is_any = Grower(self.growth, self.stored, {}).replace(
+            self.state, *names, paths, self._parts
+        )
         if is_any:
             self._set_up_planner()
             self._map_state()
