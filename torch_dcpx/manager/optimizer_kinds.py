@@ -153,8 +153,11 @@ class KindRecord:
         for text, key in keys.items():
             if isinstance(key, UnknownKey):
                 keys[text] = _own_key(own, text, name, key)
+        is_marked = bool(self.parameters or self.grads)
         return {
-            key: self.rekeyed(f"{name}.{text}", loaded[text], now.get(key))
+            key: one
+            if type(one := loaded[text]) is torch.Tensor and not is_marked
+            else self.rekeyed(f"{name}.{text}", one, now.get(key))
             for text, key in keys.items()
         }
 

@@ -69,8 +69,9 @@ def refuse_nested(fqn: str, value: Any) -> None:
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Returns whether several elements have one memory, by strides of 0."""
-    dims = zip(tensor.shape, tensor.stride(), strict=True) if has_strides(tensor) else ()
-    return bool(tensor.numel()) and any(size > 1 and stride == 0 for size, stride in dims)
+    if not has_strides(tensor) or 0 not in (strides := tensor.stride()) or not tensor.numel():
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True))
 
 
 def refuse_meta(names: Sequence[str], whose: str, way_out: str) -> None:
@@ -92,7 +93,8 @@ def names_on_meta(state: Any, prefix: str = "") -> Iterator[str]:
         return
     pairs = enumerate(state) if isinstance(state, (list, tuple)) else ()
     for key, value in state.items() if isinstance(state, Mapping) else pairs:
-        if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+        is_there = type(value) is torch.Tensor and not value.is_meta  # nearly all, without a call
+        if not is_there and isinstance(value, (torch.Tensor, Mapping, list, tuple)):
             yield from names_on_meta(value, f"{prefix}.{key}" if prefix else str(key))
 
 
