@@ -67,8 +67,9 @@ class DcpxSavePlanner(DefaultSavePlanner):
             belong to this planner and hold no tensors. `torch_dcpx.save` and `async_save` also keep
             the ranks' agreement; all ranks renew it when anything has changed on one. `dcp.save`,
             and a subclass that overrides a planning hook, make the global plan anew each time.
-        on_conflict: for Python values and tensors that differ over the ranks under one name; a
-            checkpoint keeps the lowest rank's only. "warn" (default) logs them, once a planner and
+        on_conflict: for Python values and tensors that differ over the ranks under one name, of
+            which a checkpoint keeps the lowest rank's only, and for values on one rank where
+            another has a dict or list with values. "warn" (default) logs them, once a planner and
             name, "error" raises. Tensors are compared by `torch_dcpx.save`, `async_save` and
             managers, those that no mesh or DistributedDataParallel of all ranks keeps equal. Above
             4 KiB they are compared by samples, which finds what differs nearly everywhere. With a
