@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from grown import Holder, is_same, tensor, through
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torch_dcpx as dcpx
@@ -21,56 +22,8 @@ from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.stateful import Takes
 
 
-class Holder:
-    """A Stateful that gives the dict it holds."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 class Color(enum.Enum):
     RED = 1
-
-
-def tensor(value: float, size: int = 2) -> torch.Tensor:
-    return torch.full((size,), value)
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Returns whether two values are equal, types, keys and their types included."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        keys = [(type(key), key) for key in one] == [(type(key), key) for key in other]
-        return keys and all(is_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
-
-
-def through(door: str, path: Path, saved: Any, fresh: Any, **arguments: Any) -> Any:
-    """Returns what a load makes of `fresh`, where `saved` was saved."""
-    if door == "stateful":
-        dcpx.save({"k": Holder({"v": saved})}, path, no_dist=True)
-        holder = Holder({"v": fresh})
-        dcpx.load({"k": holder}, path, no_dist=True, **arguments)
-        return holder.state["v"]
-    with CheckpointManager(path, no_dist=True, async_save=False) as manager:
-        state: dict[str, Any] = {"k": Holder({"v": fresh})} if door == "nested" else {"k": fresh}
-        kept: dict[str, Any] = {"k": Holder({"v": saved})} if door == "nested" else {"k": saved}
-        if door == "absent":
-            kept["e"], state = 1, {"e": 0}
-        manager.save(1, state=kept)
-        manager.resume(state=state, **arguments)
-    return state["k"].state["v"] if door == "nested" else state["k"]
 
 
 DOORS = ["stateful", "nested", "state", "absent"]
@@ -120,6 +73,18 @@ GROWN: dict[str, tuple[Any, Any]] = {  # saved, fresh
             "l": [tensor(3), {"a": tensor(4)}],
         },
     ),
+    "layouts": (
+        {
+            "a": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            "b": [torch.rand(3, 4).t(), {"c": torch.rand(2, 3, 4).permute(2, 0, 1)}],
+        },
+        {},
+    ),
+    "gradients": (
+        {1: tensor(1.0).requires_grad_(), "p": torch.nn.Parameter(torch.rand(4, 3).t())},
+        {},
+    ),
+    "frozen": ({"p": torch.nn.Parameter(tensor(1), requires_grad=False)}, {}),
     "tensors": ({"a": torch.tensor(3), "b": torch.ones(3, dtype=torch.bfloat16)}, {}),
 }
 
@@ -341,62 +306,3 @@ def test_states_of_text_keys_have_no_record(tmp_path: Path) -> None:
     dcpx.save({"k": Holder({"a": {"b": 1}, "l": [{"c": tensor(1)}]})}, tmp_path, no_dist=True)
     names = dcpx.DcpxReader(tmp_path).read_metadata().state_dict_metadata
     assert set(names) == {"k.a.b", "k.l.0.c"}
-
-
-class Scaled(torch.nn.Linear):
-    """A layer with an extra state."""
-
-    def __init__(self, held: Any) -> None:
-        super().__init__(2, 2)
-        self.held = held
-
-    def get_extra_state(self) -> Any:
-        return self.held
-
-    def set_extra_state(self, state: Any) -> None:
-        self.held = state
-
-
-EXTRA: dict[str, tuple[Any, Any]] = {
-    "longer": (torch.arange(5, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)),
-    "of another dtype": (tensor(1, 3), torch.empty(1, dtype=torch.uint8)),
-    "dict for an empty one": ({"scale": 1, 2: tensor(3)}, {}),
-    "dict for a tensor": ({"scale": 1, "n": {"k": 2}}, tensor(0)),
-    "dict for None": ({"scale": 1}, None),
-    "tensor for None": (tensor(3), None),
-    "tensor for a dict": (tensor(3), {}),
-    "text for a tensor": ("text", tensor(0)),
-    "list for an empty one": ([tensor(1), tensor(2)], []),
-    "empty ones": ({"a": {}, "b": {"c": [{}], 1: 2}}, {}),
-    "empty ones alone": ({"a": {"b": {}}}, {}),
-}
-
-
-@pytest.mark.parametrize("name", EXTRA)
-@pytest.mark.parametrize("door", ["manager", "not strict", "stateful"])
-def test_extra_state_is_handed_over_as_it_was_saved(tmp_path: Path, door: str, name: str) -> None:
-    saved, fresh = copy.deepcopy(EXTRA[name])
-    first, again = torch.nn.Sequential(Scaled(saved)), torch.nn.Sequential(Scaled(fresh))
-    if door == "stateful":
-        dcpx.save({"m": first}, tmp_path, no_dist=True)
-        dcpx.load({"m": again}, tmp_path, no_dist=True)
-    else:
-        with CheckpointManager(tmp_path / "r", no_dist=True, async_save=False) as manager:
-            manager.save(1, model=first)
-            manager.resume(model=again, strict=door == "manager")
-    assert is_same(again[0].held, EXTRA[name][0])
-
-
-@pytest.mark.parametrize("name", ["longer", "of another dtype", "tensor for None"])
-@pytest.mark.parametrize("door", ["dict", "pretrained"])
-def test_extra_state_of_another_length_is_taken(tmp_path: Path, door: str, name: str) -> None:
-    saved, fresh = copy.deepcopy(EXTRA[name])
-    again = torch.nn.Sequential(Scaled(fresh))
-    dcpx.save({"model": torch.nn.Sequential(Scaled(saved)).state_dict()}, tmp_path, no_dist=True)
-    if door == "dict":
-        state = {"model": again.state_dict()}
-        dcpx.load(state, tmp_path, no_dist=True)
-        again.load_state_dict(state["model"])
-    else:
-        dcpx.load_pretrained(again, tmp_path, no_dist=True)
-    assert is_same(again[0].held, saved)

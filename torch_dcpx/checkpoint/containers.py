@@ -6,7 +6,8 @@ empty one. Where a state has such, a save of `save` or `async_save` keeps one mo
 
     {"containers": {path: (class of the dict or list, [keys that are no texts])},
      "nameless": [path of an empty dict, or of a dict or list of nothing but such],
-     "orders": {path of a dict that holds one: [texts of its keys]}}
+     "orders": {path of a dict that holds one: [texts of its keys]},
+     "tensors": {path of one that is not plain and contiguous: `TensorKind` as a tuple}}
 
 With nameless ones the object is "dcpx.keys.empty.DIGEST": a load looks there though no name is new
 to it. Ranks with equal states write one, others several, so a load joins all of them.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch_dcpx.errors import CorruptionError
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.reader.reader import DcpxReader, quiet_reader
+from torch_dcpx.tensors.memory import PLAIN_CLASSES, order_of
 
 RECORD = "dcpx.keys."  # begins the names of the items
 EMPTY = RECORD + "empty."
@@ -44,6 +46,10 @@ _DICTS: dict[str, Any] = {
     "Counter": Counter,
     "defaultdict": defaultdict,
     **{name: lambda made=made: defaultdict(made) for name, made in _FACTORIES.items()},
+}
+_TENSORS: dict[str, Any] = {
+    "Tensor": torch.Tensor.requires_grad_,
+    "Parameter": torch.nn.Parameter,
 }
 Path = tuple[str | int, ...]
 
@@ -62,12 +68,31 @@ class Kept(NamedTuple):
         return None if make is None else make()
 
 
+class TensorKind(NamedTuple):
+    """A saved tensor, as its entry in the metadata does not say it."""
+
+    cls: str = "Tensor"
+    order: tuple[int, ...] | None = None  # dimensions by falling strides; None: contiguous
+    has_grad: bool = False  # whether it requires one
+
+    def blank(self, sizes: Sequence[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """Returns a new tensor. Raises ValueError: it cannot be made."""
+        order = range(len(sizes)) if self.order is None else self.order
+        if self.cls not in _TENSORS or sorted(order) != list(range(len(sizes))):  # forged
+            raise ValueError(f"a {self.cls} of {len(sizes)} dimensions in the order {self.order}")
+        made = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=device)
+        made = made.permute([order.index(dim) for dim in range(len(sizes))])
+        finished: torch.Tensor = _TENSORS[self.cls](made, self.has_grad)
+        return finished
+
+
 class Record(NamedTuple):
-    """A save tells this of its dicts and lists; the names are the keys of the object."""
+    """A save tells this of its dicts, lists and tensors; the names are the keys of the object."""
 
     containers: dict[Path, Any]
     nameless: list[Path]
     orders: dict[Path, list[str]]
+    tensors: dict[Path, tuple[str, tuple[int, ...] | None, bool]]  # of `TensorKind`
 
 
 def note_containers(value: Any, path: Path, record: Record) -> bool:
@@ -82,7 +107,9 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
             keys = list(value)  # texts, which a load without a record takes for numbers
         kind = _kind_of(value, dict)
         for key, part in value.items():
-            if isinstance(part, (Mapping, list)):
+            if isinstance(part, torch.Tensor):
+                _note_tensor(part, (*path, str(key)), record)
+            elif isinstance(part, (Mapping, list)):
                 nameless += note_containers(part, (*path, str(key)), record)
         if keys or kind or not value or len(found) > before:
             found[path] = kind, keys
@@ -91,7 +118,9 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
     else:
         kind = _kind_of(value, list)
         for at, part in enumerate(value):
-            if isinstance(part, (Mapping, list)):
+            if isinstance(part, torch.Tensor):
+                _note_tensor(part, (*path, at), record)
+            elif isinstance(part, (Mapping, list)):
                 nameless += note_containers(part, (*path, at), record)
         if kind or len(found) > before:
             found[path] = kind or "list", []
@@ -99,6 +128,15 @@ def note_containers(value: Any, path: Path, record: Record) -> bool:
     if is_nameless:
         record.nameless.append(path)
     return is_nameless
+
+
+def _note_tensor(tensor: torch.Tensor, path: Path, record: Record) -> None:
+    """Adds to a record what a load that makes a tensor anew has to know."""
+    kind = type(tensor)
+    if kind not in PLAIN_CLASSES or tensor.layout is not torch.strided:
+        return
+    if kind is not torch.Tensor or tensor.requires_grad or not tensor.is_contiguous():
+        record.tensors[path] = kind.__name__, order_of(tensor), tensor.requires_grad
 
 
 def are_numbers(texts: Iterable[Any]) -> bool:
@@ -145,7 +183,7 @@ def _is_told(key: tuple[Any, ...], depth: int = 0) -> bool:
     )
 
 
-def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) -> None:
+def add_record(planner: Any, state: Mapping[Any, Any], growing: Collection[Any]) -> None:
     """Gives a planner that was set up with `state` the record of it, if there is anything to tell.
 
     `growing` are the keys of parts whose entries a load makes anew. A planner that takes states its
@@ -156,7 +194,7 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
     )
     if not (is_known and planner.flatten_state_dict):
         return
-    record = Record({}, [], {})
+    record = Record({}, [], {}, {})
     for key, part in state.items():
         if isinstance(part, torch.Tensor):  # most are; a Mapping costs more to tell
             continue
@@ -164,26 +202,38 @@ def add_record(planner: Any, state: Mapping[Any, Any], growing: Container[Any]) 
             note_containers(part, (str(key),), record)
         elif isinstance(part, Mapping):
             for name in filter(is_extra_state, part):
-                if isinstance(part[name], (Mapping, list)):
+                if isinstance(part[name], torch.Tensor):
+                    _note_tensor(part[name], (str(key), name), record)
+                elif isinstance(part[name], (Mapping, list)):
                     note_containers(part[name], (str(key), name), record)
-    if record.containers:
-        told = sorted(record.containers.items(), key=repr), sorted(record.orders.items(), key=repr)
+    anew = {str(key) for key in growing}
+    for path in [path for path in record.tensors if path[0] not in anew]:
+        if not any(map(is_extra_state, path)):
+            del record.tensors[path]
+    if record.containers or record.tensors:
+        parts = record.containers, record.orders, record.tensors
+        told = [sorted(own.items(), key=repr) for own in parts]
         digest = hashlib.blake2b(repr(told).encode("utf-8", "replace")).hexdigest()
         name = (EMPTY if record.nameless else RECORD) + digest[:16]
         planner.state_dict[name] = record._asdict()
         planner.mappings[name] = (name,)
 
 
-def read_containers(reader: DcpxReader, metadata: Metadata) -> dict[Path, Kept]:
-    """Returns the saved dicts and lists that names do not tell, by path, of all ranks.
+def read_containers(
+    reader: DcpxReader, metadata: Metadata
+) -> tuple[dict[Path, Kept], dict[Path, TensorKind]]:
+    """Returns saved dicts and lists that names do not tell, and tensors, by path, of all ranks.
 
     Raises: as a load. CorruptionError: a record is none.
     """
     names = [name for name in metadata.state_dict_metadata if name.startswith(RECORD)]
     found: dict[Path, Kept] = {}
+    tensors: dict[Path, TensorKind] = {}
     for name, record in zip(names, _read(reader, names), strict=True):
         try:
             nameless, orders = set(record.get("nameless", ())), record.get("orders", {})
+            for path, (cls, dims, has_grad) in record.get("tensors", {}).items():
+                tensors.setdefault(path, TensorKind(cls, dims, has_grad))
             for path, (kind, keys) in record["containers"].items():
                 if type(path) is not tuple or not {*map(type, path)} <= {str, int}:
                     raise TypeError(f"{path!r:.80} is no path")
@@ -197,7 +247,7 @@ def read_containers(reader: DcpxReader, metadata: Metadata) -> dict[Path, Kept]:
                 f"read the item '{name}' of '{reader.path}': no record of a save: {error!r:.99}"
             )
             raise CorruptionError(message, fqn=name, path=str(reader.path)) from error
-    return found
+    return found, tensors
 
 
 def _text_of(key: Any) -> str:

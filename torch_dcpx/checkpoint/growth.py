@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import filterfalse
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torch_dcpx.checkpoint.containers import Kept, Path, are_numbers, read_containers
+from torch_dcpx.checkpoint.containers import Kept, Path, TensorKind, are_numbers, read_containers
 from torch_dcpx.checkpoint.stateful import EXTRA_STATE, Takes, is_extra_state
 from torch_dcpx.reader.elements import StateKeys
 from torch_dcpx.reader.reader import DcpxReader
@@ -59,6 +60,11 @@ class Growth:
         elif not isinstance(container, list):
             self._undo.append(lambda: container.pop(key, None))
 
+    def take(self, container: MutableMapping[Any, Any], key: Any) -> None:
+        """Takes a value out of a dict."""
+        old = container.pop(key)
+        self._undo.append(lambda: container.__setitem__(key, old))
+
 
 class Grower:
     """Makes the entries of one load's parts. `kept` says what names do not tell."""
@@ -69,10 +75,12 @@ class Grower:
         stored: Mapping[str, Any],
         kept: Mapping[Path, Kept],
         numbered: Container[Path] = (),
+        tensors: Mapping[Path, TensorKind] = MappingProxyType({}),
     ) -> None:
         """`stored` are the entries of the metadata, `numbered` paths of dicts whose keys are ints
-        though nothing says so.
+        though nothing says so, `tensors` what entries do not say.
         """
+        self._tensors = tensors
         self._numbered = numbered
         self._growth = growth
         self._stored = stored
@@ -89,8 +97,8 @@ class Grower:
         cls, growth: Growth, metadata: Metadata, reader: DcpxReader, numbered: Container[Path]
     ) -> Grower:
         """Returns one that knows what a checkpoint tells. Raises: as `read_containers`."""
-        kept = read_containers(reader, metadata)
-        return cls(growth, metadata.state_dict_metadata, kept, numbered)
+        kept, tensors = read_containers(reader, metadata)
+        return cls(growth, metadata.state_dict_metadata, kept, numbered, tensors)
 
     def grow(
         self, state: Any, parts: Mapping[Any, Takes], names: Mapping[str, Path]
@@ -104,7 +112,7 @@ class Grower:
                 self._siblings.setdefault(path[:at], set()).add(path[at])
         for name, path in names.items():
             try:
-                self._add(state[keys[str(path[0])]], path, blank(self._stored[name]))
+                self._add(state[keys[str(path[0])]], path, self._blank(name, path))
             except (TypeError, ValueError, RuntimeError) as error:  # the last: no memory
                 refused.append((name, str(error)))
         for path in self._nameless(parts):
@@ -138,24 +146,48 @@ class Grower:
     def replace(
         self,
         state: Any,
-        sized: Iterable[str],
-        kinds: Iterable[str],
+        unlike: tuple[Iterable[str], Iterable[str], Iterable[str]],
+        metadata: Metadata,
         paths: Mapping[str, Path],
         parts: Mapping[Any, Takes],
     ) -> bool:
         """Puts what is stored in place of values, where it can be made. Returns whether any was.
 
-        These are extra states of other sizes or kinds, by their names in `sized` and `kinds`, and
-        values of other kinds in parts that take all.
+        These are extra states of other sizes or kinds, or with names that are not stored, and
+        values of other kinds in parts that take all: `unlike` has their names.
         """
         is_any = False
+        sized, kinds, missing = unlike
         for is_kind, names in enumerate((sized, kinds)):
             for name in names:
                 path = paths.get(name, ())
                 takes_any = is_kind and path and parts.get(path[0]) is Takes.ALL
                 if name in self._stored and (takes_any or any(map(is_extra_state, path))):
                     is_any |= self._replace(state, path, name)
+        roots = {
+            path[: at + 1]
+            for path in (paths.get(name, ()) for name in missing)
+            for at, key in enumerate(path)
+            if is_extra_state(key)
+        }
+        for root in roots:
+            is_any |= self._make_anew(state, root, metadata, parts)
         return is_any
+
+    def _make_anew(
+        self, state: Any, root: Path, metadata: Metadata, parts: Mapping[Any, Takes]
+    ) -> bool:
+        """Makes an extra state as it was saved. Returns whether any was."""
+        begin = f"{_name(root)}."
+        names = [name for name in self._stored if f"{name}.".startswith(begin)]
+        if not names and root not in self._kept:
+            return False
+        container = state
+        for part in root[:-1]:
+            container = container[self._key(container, (), part)]
+        self._growth.take(container, self._key(container, (), root[-1]))
+        self.grow(state, parts, paths_of(names, metadata, parts))
+        return True
 
     def _replace(self, state: Any, path: Path, name: str) -> bool:
         container, last = state, path[-1]
@@ -163,11 +195,26 @@ class Grower:
             container = container[self._key(container, (), part)]
         key = self._key(container, (), last)
         try:
-            made = blank(self._stored[name], getattr(container[key], "device", None))
+            made = self._blank(name, path, getattr(container[key], "device", None))
         except ValueError:
             return False
         self._growth.put(container, key, made)
         return True
+
+    def _blank(self, name: str, path: Path, device: torch.device | None = None) -> Any:
+        """Returns a tensor for a load to fill, None where an object was saved.
+
+        Raises ValueError: it was saved in pieces, and nothing says how to share it.
+        """
+        entry = self._stored[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        if len(entry.chunks) != 1:
+            raise ValueError(f"a tensor that was saved in {len(entry.chunks)} pieces, for shards")
+        if entry.properties.layout is not torch.strided:
+            raise ValueError(f"a tensor of layout {entry.properties.layout}")
+        kind = self._tensors.get(path, TensorKind())
+        return kind.blank(entry.size, entry.properties.dtype, device)
 
     def _add(self, state: Any, path: Path, leaf: Any) -> None:
         container = state
@@ -324,17 +371,3 @@ def _is_taken(path: Path, parts: Mapping[Any, Takes]) -> bool:
         return False
     takes = next((own for key, own in parts.items() if str(key) == path[0]), Takes.NOTHING)
     return takes is Takes.ALL or (takes is not Takes.NOTHING and is_extra_state(path[1]))
-
-
-def blank(entry: Any, device: torch.device | None = None) -> Any:
-    """Returns a tensor for a load to fill, None where an object was saved.
-
-    Raises ValueError: it was saved in pieces, and nothing says how to share it.
-    """
-    if not isinstance(entry, TensorStorageMetadata):
-        return None
-    if len(entry.chunks) != 1:
-        raise ValueError(f"a tensor that was saved in {len(entry.chunks)} pieces, for shards")
-    if entry.properties.layout is not torch.strided:
-        raise ValueError(f"a tensor of layout {entry.properties.layout}")
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

@@ -70,6 +70,12 @@ class Differences(NamedTuple):
     wrapped: int = 0  # number of refused ones that `KeyMap()` finds
     way_in: tuple[str, str] = ("", "")  # part of the stored names, or of the state's, that is more
 
+    @property
+    def unlike(self) -> tuple[list[str], list[str]]:
+        """Names of stored tensors of other sizes or dtypes, and of other kinds."""
+        sized = [row[0] for row in (*self.shapes, *self.dtypes)]
+        return sized, [row[0] for row in self.kinds]
+
     def is_refused(self, rules: LoadRules) -> bool:
         """Returns whether the load cannot go on."""
         casts = self.dtypes and not rules.is_cast_allowed

@@ -284,14 +284,13 @@ class RankLoad:
         found, saved = self.differences, self._metadata.planner_data or {}
         own: dict[str, Any] = getattr(self.planner, "mappings", {})
         paths = ChainMap(own, saved) if self._mapped is None else own
-        names = [row[0] for row in (*found.shapes, *found.dtypes)], [row[0] for row in found.kinds]
-        is_any = Grower(self.growth, self.stored, {}).replace(
-            self.state, *names, paths, self._parts
-        )
-        if is_any:
-            self._set_up_planner()
-            self._map_state()
-        return is_any
+        lacking = [n for n in found.missing if EXTRA_STATE in n and not self.rules.may_miss(n)]
+        args = self.state, (*found.unlike, lacking), self._metadata, paths, self._parts
+        if not (any(args[1]) and self._grower().replace(*args)):
+            return False
+        self._set_up_planner()
+        self._map_state()
+        return True
 
     def _make_plan(self, lost: Sequence[tuple[str, str]] = ()) -> bool:
         """Has the planner plan. Returns whether `differences` allow the load."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torch_dcpx.checkpoint.containers import is_number
 from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
-from torch_dcpx.tensors.memory import PLAIN_CLASSES
+from torch_dcpx.tensors.memory import PLAIN_CLASSES, order_of
 
 RECORD = "dcpx_kinds"  # the key beside `state` and `param_groups`
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -301,15 +301,6 @@ def kind_of(value: torch.Tensor, owner: Any) -> Kind:
         return Kind(_DTENSOR, _placements(value), mesh, order_of(value._local_tensor), device)
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     return Kind(_TENSOR if is_plain else type(value).__name__, order=order_of(value), device=device)
-
-
-def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns dimensions by falling strides; None if they fall from the first to the last."""
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
-        return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-    return None if order == tuple(range(tensor.ndim)) else order
 
 
 def _kept_order(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -67,6 +67,15 @@ def refuse_nested(fqn: str, value: Any) -> None:
         )
 
 
+def order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns dimensions by falling strides; None if they fall from the first to the last."""
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return None if order == tuple(range(tensor.ndim)) else order
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Returns whether several elements have one memory, by strides of 0."""
     if not has_strides(tensor) or 0 not in (strides := tensor.stride()) or not tensor.numel():
