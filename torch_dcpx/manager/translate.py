@@ -169,6 +169,15 @@ def flat(parts: Any) -> Sequence[Any]:
     return parts if isinstance(parts, (list, tuple)) else alone
 
 
+def kind_of(part: Any) -> str:
+    """Returns the sort of a part, for all ranks to compare."""
+    if isinstance(part, Mapping):
+        return f"a dict of {', '.join(map(str, part))}"
+    if isinstance(part, (list, tuple)):
+        return f"a list of {len(part)}"
+    return "one"
+
+
 def by_name(optimizers: Any) -> Mapping[str, Any]:
     """Returns optimizers by their names; one, and a list of them, under ""."""
     return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}

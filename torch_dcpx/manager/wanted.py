@@ -28,13 +28,15 @@ from torch_dcpx.manager.content import (
     with_own,
 )
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
-from torch_dcpx.manager.state import (
+from torch_dcpx.manager.schedulers import (
     SCHEDULER_CLASSES,
-    Parts,
+    are_unlike,
     check_alike,
-    other_classes,
+    check_sort,
+    noted_classes,
     paired_states,
 )
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Record, Stored
 from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
 from torch_dcpx.options import ReadOptions
@@ -77,7 +79,7 @@ class Wanted(LoadPart):
         self._shared: dict[str, Any] = {}  # decoded small values, by part
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
-        self._saved_classes: list[str] = []
+        self._noted: dict[str, set[str]] = {}  # classes of the saved ones, by place
         self.rules: TrainingRules | None = None  # of the load
         self._optimizer: Any = None  # its part of the load
         self.handed: set[str] = set()  # small parts that have got a value, whole or in part
@@ -204,11 +206,23 @@ class Wanted(LoadPart):
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
         begin = f"{key}.{SCHEDULER_CLASSES}."
         names = metadata.state_dict_metadata
-        self._saved_classes = [n.removeprefix(begin) for n in names if n.startswith(begin)]
+        self._noted = noted_classes(n.removeprefix(begin) for n in names if n.startswith(begin))
+        if self._has_scheduler:
+            check_sort(self.parts.lr_scheduler, self._noted)
+            if are_unlike(self.parts.lr_scheduler, self._noted):  # before anything is filled
+                item = f"{key}.lr_scheduler"
+                value = decode_content(self._read([item])[item], item, self._path, self.options)
+                self._pair(value)
         return state
 
+    def _pair(self, states: Any) -> None:
+        """Gives each scheduler its state. Raises: as `paired_states`, `check_alike`."""
+        parts, loads = self.parts.lr_scheduler, self.loads
+        self._schedulers = paired_states(parts, states)
+        check_alike(parts, self._schedulers, self._noted, loads.may_miss, is_strict=loads.is_strict)
+
     def check(self, state: dict[str, Any]) -> None:
-        """Decodes and merges small values. Raises: CorruptionError; as `paired_states`, a merge."""
+        """Decodes and merges small values. Raises: CorruptionError; as `_pair`, a merge."""
         self._own = self._own_values(state)
         for name in ("user_content", "lr_scheduler"):
             if name in state:
@@ -219,10 +233,7 @@ class Wanted(LoadPart):
                 except (KeyError, TypeError, RecursionError) as error:
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
-            self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
-            others = other_classes(self.parts.lr_scheduler, self._saved_classes)
-            for one, its_state in self._schedulers if self.loads.is_strict else ():
-                check_alike(one, its_state, self.loads.may_miss, others)
+            self._pair(self._shared["lr_scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""
