@@ -27,6 +27,7 @@ from torch_dcpx.keys.wrappers import inside, plain_names
 _V = TypeVar("_V")
 
 MODEL = "model."
+OPTIMIZER = "optimizer."
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -34,20 +35,16 @@ logger = logging.getLogger("torch_dcpx")
 class TrainingRules(KeyMap):
     """The rules of one resume. Belongs to one load. Not thread-safe."""
 
-    def __init__(
-        self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
-    ) -> None:
-        """Translates the model as `key_map` does, and the states of the optimizers of these names.
+    def __init__(self, key_map: KeyMap, owners: Iterable[str], *, has_named_groups: bool) -> None:
+        """Translates the model as `key_map` does, and optimizers' states, beneath `owners_of`.
 
-        An optimizer without a name is "". With `has_named_groups` the settings of groups are
-        stored by parameter.
+        With `has_named_groups` the settings of groups are stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
         self.own: Collection[str] = ()  # the model's names, once its part has given its state
-        whole = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
-        self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
+        self._prefixes = tuple(owner + kind for owner in owners for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
         self._reshaped: dict[str, list[str | None]] = {}  # names made of a stored one
         # The last `stored` and its entries: parts and planner resolve, functions run once.
@@ -183,6 +180,13 @@ def by_name(optimizers: Any) -> Mapping[str, Any]:
     return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
 
 
+def owners_of(optimizers: Any) -> list[str]:
+    """Returns the beginning of each optimizer's stored names; none of None."""
+    if isinstance(optimizers, Mapping):
+        return [f"{OPTIMIZER}{name}." for name in optimizers]
+    return [] if optimizers is None else [OPTIMIZER]
+
+
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
     """Returns the parameters of optimizers, group by group."""
     return (p for one in optimizers for group in one.param_groups for p in group["params"])
@@ -226,12 +230,12 @@ def check_classes(
     known = {key for one in optimizers for group in one.param_groups for key in group}
     strange = {key for key in settings if not key.startswith(_OF_SCHEDULERS)} - known
     if strange:
-        which = f"the optimizer '{name}'" if name else "the optimizer"
+        which = f"the optimizer '{name}'" if name != "" else "the optimizer"
         raise MismatchError(
             f"{which} is {_listed(own)}, and {_listed(saved)} was saved, which has the settings "
             f"{_listed(strange)} besides; load_optimizer=False leaves it as it is, strict=False "
             "takes what there is",
-            fqn=name or "optimizer",
+            fqn=str(name) or "optimizer",
         )
     return False
 

@@ -38,7 +38,14 @@ from torch_dcpx.manager.schedulers import (
 )
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Record, Stored
-from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
+from torch_dcpx.manager.translate import (
+    MODEL,
+    NAMED_GROUPS,
+    OPTIMIZER,
+    TrainingRules,
+    owner_of,
+    owners_of,
+)
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import quiet_reader
 
@@ -132,18 +139,23 @@ class Wanted(LoadPart):
         its training would go on without them.
         """
         parts, loads, rules = self.parts, self.loads, self.rules
-        optimizers = () if parts.optimizer is None else by_name(parts.optimizer)
-        owners = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
+        owners = tuple(owners_of(parts.optimizer))
         states = tuple(f"{owner}{STATE}." for owner in owners)
         begins = states
         if loads.is_strict:
             begins += tuple(f"{owner}{GROUPS}." for owner in owners)
             begins += (MODEL,) if parts.model is not None else ()
             begins += tuple(f"state.{key}." for key in parts.state or ())
+        is_one_lost = loads.is_strict and isinstance(parts.optimizer, Mapping)
+        others = {
+            name
+            for name in left
+            if is_one_lost and name.startswith(OPTIMIZER) and not name.startswith(owners)
+        }
         owed = [
             name
             for name in left
-            if f"{name}.".startswith(begins)
+            if (f"{name}.".startswith(begins) or name in others)
             and not loads.may_miss(name)
             and not (rules is not None and rules.leaves_out(name))
         ]
@@ -155,6 +167,8 @@ class Wanted(LoadPart):
             way = "strict=False, or " if loads.is_strict else ""
             if any(name.startswith(states) for name in owed):
                 way = f"add_param_group before the resume takes what an optimizer had; {way}"
+            elif not others.isdisjoint(owed):
+                way = f"give each optimizer that was saved, under its name; {way}"
             raise MismatchError(
                 f"resume from '{self._path}': it holds {counted(len(owed), 'name')} of what was "
                 f"saved that nothing here takes: {', '.join(map(repr, owed[:5]))}; {way}"
@@ -167,9 +181,8 @@ class Wanted(LoadPart):
     def _rules(self, *, has_named_groups: bool) -> TrainingRules | None:
         if self.translate is None:
             return None
-        optimizer = self.parts.optimizer
-        names = () if optimizer is None else by_name(optimizer)
-        return TrainingRules(self.translate, names, has_named_groups=has_named_groups)
+        owners = owners_of(self.parts.optimizer)
+        return TrainingRules(self.translate, owners, has_named_groups=has_named_groups)
 
     @property
     def kept(self) -> list[str]:
