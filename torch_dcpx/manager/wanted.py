@@ -106,6 +106,16 @@ class Wanted(LoadPart):
             problem = f"{', '.join(missing)} was not saved there; {ways}"
             message = f"resume from '{self._path}': {problem}"
             raise MismatchError(message, fqn=missing[0], path=self._path, missing=tuple(missing))
+        others = [f"state.{key}" for key in parts.state or () if f"state.{key}" in record.per_rank]
+        others = [n for n in others if n not in parts.per_rank and not self.loads.may_miss(n)]
+        if others and self.loads.is_strict:
+            raise MismatchError(
+                f"resume from '{self._path}': {', '.join(others)} was saved as a PerRank: give "
+                f"PerRank(None); allow_missing={others}, or strict=False, leaves what is there",
+                fqn=others[0],
+                path=self._path,
+                left=tuple(others),
+            )
 
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
