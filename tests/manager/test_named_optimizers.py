@@ -11,6 +11,8 @@ from torch import optim
 from trainings import Training, manager_of
 
 from torch_dcpx import KeyMap, MismatchError
+from torch_dcpx.manager.state import Parts
+from torch_dcpx.manager.translate import NAMED_GROUPS
 
 
 def parts(*keys: Any, seed: int = 0, make: Any = optim.Adam) -> dict[str, Any]:
@@ -66,3 +68,54 @@ def test_an_optimizer_that_is_not_given_is_told(tmp_path: Path, make: Any) -> No
     manager_of(tmp_path).resume(**other, load_optimizer=False)
     manager_of(tmp_path).resume(model=other["model"])
     assert len(other["optimizer"]["a"].state) == (2 if make is optim.Adam else 0)
+
+
+def names_of(given: dict[str, Any]) -> list[Any]:
+    return [group.get("param_names") for group in given["optimizer"].param_groups]
+
+
+def with_names(*order: int, has_names: bool = True, seed: int = 0) -> dict[str, Any]:
+    model = Training(seed).model
+    named = [(f"{at}.weight", model[at].weight) for at in order]
+    optimizer = optim.AdamW(named if has_names else [one for _, one in named], lr=0.1 + seed)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("is_by_parameter", [False, True])
+def test_names_of_parameters_in_groups_are_those_that_the_groups_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_by_parameter: bool
+) -> None:
+    given = with_names(0, 1)
+    if is_by_parameter:  # as ranks with other groups save
+        record = Parts.record
+
+        def named(*arguments: Any) -> Any:
+            made = record(*arguments)
+            return made._replace(parts=(*made.parts, NAMED_GROUPS))
+
+        monkeypatch.setattr(Parts, "record", named)
+    manager_of(tmp_path).save(1, **given)
+    other = with_names(1, 0, seed=1)
+    manager_of(tmp_path).resume(**other)
+    assert names_of(other) == [["1.weight", "0.weight"]]
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    bare = with_names(0, 1, has_names=False, seed=1)
+    manager_of(tmp_path).resume(**bare)
+    assert names_of(bare) == [None]
+
+
+def test_names_of_parameters_in_groups_are_the_new_ones_under_translate_and_a_split(
+    tmp_path: Path,
+) -> None:
+    manager_of(tmp_path).save(1, **with_names(0, 1))
+    other = with_names(0, 1, seed=1)
+    other["model"] = torch.nn.ModuleDict({"x": other["model"][0], "y": other["model"][1]})
+    both = [("x.weight", other["model"].x.weight), ("y.weight", other["model"].y.weight)]
+    other["optimizer"] = optim.AdamW(both, lr=1.0)
+    manager_of(tmp_path).resume(**other, translate=KeyMap((r"^0\.", "x."), (r"^1\.", "y.")))
+    assert names_of(other) == [["x.weight", "y.weight"]]
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    split = with_names(0, seed=1)
+    split["optimizer"].add_param_group({"params": [("1.weight", split["model"][1].weight)]})
+    manager_of(tmp_path).resume(**split, strict=False)
+    assert names_of(split) == [["0.weight"], ["1.weight"]]

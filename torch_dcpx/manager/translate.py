@@ -153,7 +153,7 @@ def checked_translate(translate: Any, model: Any) -> KeyMap | None:
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
 CLASSES = "optimizer_classes"  # beneath a manager's own items
 
-_PARAMS = "params"
+_PARAMS, _NAMES = "params", "param_names"
 # Schedulers and wrappers add settings to groups whose names begin so.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -265,7 +265,7 @@ def groups_by_parameter(
     for names in filter(None, own):
         first = settings[names[0]]
         for name in names:
-            if not _is_same(settings[name], first):
+            if not _is_same({**settings[name], _NAMES: ()}, {**first, _NAMES: ()}):
                 raise MismatchError(
                     f"parameters '{names[0]}' and '{name}' are one group of the optimizer, and "
                     f"were saved with {dict(first)!r:.200} and {dict(settings[name])!r:.200}",
@@ -282,7 +282,7 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
         known = [name for name in names if name in owners]
         for name in known:
             first, other = owners[known[0]], owners[name]
-            both = [key for key in first if key in other and key not in (_PARAMS, "param_names")]
+            both = [key for key in first if key in other and key not in (_PARAMS, _NAMES)]
             for key in both if first is not other else ():
                 if not _is_same(first[key], other[key]):
                     raise MismatchError(
