@@ -154,3 +154,33 @@ def test_plain_optimizers_are_not_asked_for_their_states_after_a_load(
     monkeypatch.setattr(Masters, "state_dict", lambda one: (calls.append(1), shown(one))[1])
     manager_of(tmp_path).resume(**other)
     assert len(calls) == 1
+
+
+def test_states_of_a_removed_group_are_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3).bfloat16()
+    given = {
+        "model": model,
+        "optimizer": Masters([{"params": [one]} for one in model.parameters()]),
+    }
+    train(given, 1)
+    manager_of(tmp_path).save(1, **given)
+    del given["optimizer"].param_groups[1]
+    with pytest.raises(UnsupportedError, match=r"Masters has no .* 1 entry of parameters that are"):
+        manager_of(tmp_path).save(2, **given)
+    with pytest.raises(UnsupportedError, match="1 entry of parameters that are in no group"):
+        manager_of(tmp_path).resume(**given)
+    del given["optimizer"].state[model.bias]
+    manager_of(tmp_path).save(2, **given)
+
+
+class Broken(Masters):
+    """Raises a KeyError that is not of states."""
+
+    def state_dict(self) -> Any:
+        raise KeyError("mine")
+
+
+def test_another_error_of_a_state_dict_is_raised_as_it_is(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises(Exception, match="mine"):
+        manager_of(tmp_path).save(1, model=model, optimizer=Broken(model.parameters()))

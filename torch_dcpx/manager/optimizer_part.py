@@ -122,7 +122,11 @@ class OptimizerPart(LoadPart):
 
     def _raw_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns `optimizer.state_dict()`. Raises UnsupportedError: parameters cannot name it."""
-        own: Any = optimizer.state_dict()
+        try:
+            own: Any = optimizer.state_dict()
+        except KeyError as error:
+            _refuse_strays(optimizer, error)
+            raise
         keys = list(own) if isinstance(own, Mapping) else []
         if not {STATE, GROUPS} <= set(keys) or not all(type(key) is str for key in keys):
             _refuse(optimizer, f"its state_dict() has {_quoted(keys)}, not 'state', 'param_groups'")
@@ -337,6 +341,19 @@ def _refuse(optimizer: torch.optim.Optimizer, why: str) -> NoReturn:
         f"optimizer {type(optimizer).__name__} cannot be saved by names of parameters: {why}; give "
         "it in state= instead, which calls its own state_dict() and load_state_dict()"
     )
+
+
+def _refuse_strays(optimizer: torch.optim.Optimizer, error: KeyError) -> None:
+    """Raises UnsupportedError where a KeyError of a `state_dict` names a state of no group."""
+    known = set(map(id, parameters_of([optimizer])))
+    states = getattr(optimizer, "state", None) or ()
+    strays = [one for one in states if isinstance(one, torch.Tensor) and id(one) not in known]
+    if any(error.args == (id(one),) for one in strays):
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} has no state_dict(): its state has "
+            f"{counted(len(strays), 'entry', 'entries')} of parameters that are in no group; give "
+            "these a group by add_param_group, or delete their states"
+        ) from error
 
 
 class _Shown:
