@@ -205,3 +205,31 @@ def test_record_and_content_need_no_trust(tmp_path: Path) -> None:
     target: dict[str, Any] = {"dcpx": {"manager": "", "user_content": b""}}
     load(target, tmp_path / "step-1")
     assert target["dcpx"]["manager"].startswith('{"format":1,"tag":"step-1"')
+
+
+class Held:
+    """A Stateful object that has nothing yet."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was saved for it")
+
+
+@pytest.mark.parametrize("now", [{}, None, {"a": 1}, Held()])
+def test_what_was_saved_as_each_ranks_own_is_told_where_it_is_given_otherwise(
+    tmp_path: Path, now: Any
+) -> None:
+    manager_of(tmp_path).save(1, state={"rng": PerRank({"a": 2}), "x": torch.ones(2)})
+    given = {"rng": now, "x": torch.zeros(2)}
+    with pytest.raises(MismatchError, match=r"state\.rng was saved as a PerRank: give PerRank\(N"):
+        manager_of(tmp_path).resume(state=given)
+    assert not given["x"].any() and given["rng"] is now
+    if not isinstance(now, Held):
+        for allowed in ({"allow_missing": ["state.rng*"]}, {"strict": False}):
+            manager_of(tmp_path).resume(state=given, **allowed)
+            assert given["rng"] == now and given["x"].all()
+    given["rng"] = PerRank(None)
+    manager_of(tmp_path).resume(state=given)
+    assert given["rng"].value == {"a": 2}

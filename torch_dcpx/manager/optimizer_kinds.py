@@ -24,7 +24,7 @@ from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, order_of
 
 RECORD = "dcpx_kinds"  # the key beside `state` and `param_groups`
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+STATE, GROUPS, PARAMS, NAMES = "state", "param_groups", "params", "param_names"
 
 _TENSOR, _DTENSOR = "Tensor", "DTensor"
 _FORMAT = 1

@@ -8,7 +8,6 @@ save writes the present state, and a resume gives each parameter its stored stat
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain, count, takewhile
 from typing import Any, NoReturn
@@ -35,7 +34,7 @@ from torch_dcpx.manager.optimizer_kinds import (
     record_of,
     unmade,
 )
-from torch_dcpx.manager.optimizer_load import dtypes_kept, has_hooks, put_back
+from torch_dcpx.manager.optimizer_load import load_as_given
 from torch_dcpx.manager.optimizer_state import Blanks, check_apart, stored_names
 from torch_dcpx.manager.translate import (
     TrainingRules,
@@ -123,7 +122,11 @@ class OptimizerPart(LoadPart):
 
     def _raw_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns `optimizer.state_dict()`. Raises UnsupportedError: parameters cannot name it."""
-        own: Any = optimizer.state_dict()
+        try:
+            own: Any = optimizer.state_dict()
+        except KeyError as error:
+            _refuse_strays(optimizer, error)
+            raise
         keys = list(own) if isinstance(own, Mapping) else []
         if not {STATE, GROUPS} <= set(keys) or not all(type(key) is str for key in keys):
             _refuse(optimizer, f"its state_dict() has {_quoted(keys)}, not 'state', 'param_groups'")
@@ -291,17 +294,14 @@ class OptimizerPart(LoadPart):
         if not all(own.new for own in self._own.values()):  # no load called `check` before
             self.check(state)
         for own in self._own.values():
-            with ExitStack() as stack:
-                for one in own.optimizers:
-                    stack.enter_context(dtypes_kept(one))
-                if self._has_flat:
-                    shown: Any = [_Shown(one) for one in own.optimizers]
-                    options = StateDictOptions(strict=False)
-                    set_optimizer_state_dict(
-                        self.model, shown, optim_state_dict=own.new, options=options
-                    )
-                else:
-                    _load(own)
+            if self._has_flat:
+                shown: Any = [_Shown(one) for one in own.optimizers]
+                options = StateDictOptions(strict=False)
+                set_optimizer_state_dict(
+                    self.model, shown, optim_state_dict=own.new, options=options
+                )
+            else:
+                _load(own)
 
 
 def _load(own: _Own) -> None:
@@ -329,10 +329,7 @@ def _load(own: _Own) -> None:
             new_groups.append({**made, PARAMS: list(own_numbers)})
             numbers |= own_numbers
         new_states = {number: states[name] for number, name in numbers.items() if name in states}
-        given = {**extras, STATE: new_states, GROUPS: new_groups}
-        one.load_state_dict(given)
-        if not has_hooks(one):
-            put_back(one, given)
+        load_as_given(one, {**extras, STATE: new_states, GROUPS: new_groups})
 
 
 def _quoted(keys: Iterable[object]) -> str:
@@ -344,6 +341,19 @@ def _refuse(optimizer: torch.optim.Optimizer, why: str) -> NoReturn:
         f"optimizer {type(optimizer).__name__} cannot be saved by names of parameters: {why}; give "
         "it in state= instead, which calls its own state_dict() and load_state_dict()"
     )
+
+
+def _refuse_strays(optimizer: torch.optim.Optimizer, error: KeyError) -> None:
+    """Raises UnsupportedError where a KeyError of a `state_dict` names a state of no group."""
+    known = set(map(id, parameters_of([optimizer])))
+    states = getattr(optimizer, "state", None) or ()
+    strays = [one for one in states if isinstance(one, torch.Tensor) and id(one) not in known]
+    if any(error.args == (id(one),) for one in strays):
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} has no state_dict(): its state has "
+            f"{counted(len(strays), 'entry', 'entries')} of parameters that are in no group; give "
+            "these a group by add_param_group, or delete their states"
+        ) from error
 
 
 class _Shown:
@@ -358,4 +368,4 @@ class _Shown:
         return self._optimizer.state_dict() if self._own is None else self._own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
+        load_as_given(self._optimizer, state_dict)

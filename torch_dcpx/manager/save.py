@@ -33,7 +33,8 @@ from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
 from torch_dcpx.manager.root import OF_TIMEOUT
-from torch_dcpx.manager.state import SCHEDULER_CLASSES, Parts, Small, scheduler_classes
+from torch_dcpx.manager.schedulers import SCHEDULER_CLASSES, scheduler_classes
+from torch_dcpx.manager.state import Parts, Small
 from torch_dcpx.manager.stored import Record, told_step
 from torch_dcpx.manager.translate import CLASSES, NAMED_GROUPS, by_name, classes_of, group_digest
 from torch_dcpx.metadata.file import committed_save_id

@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -25,18 +25,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.stateful import LoadPart, Takes
-from torch_dcpx.errors import MismatchError, OptionError, must_be, with_article
+from torch_dcpx.errors import OptionError, must_be
 from torch_dcpx.keys.wrappers import has_crossed_names, inside, plain_names
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
+from torch_dcpx.manager.schedulers import states_of
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, parameters_of
+from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, kind_of, parameters_of
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
-
-SCHEDULER_CLASSES = "scheduler_classes"  # beneath a manager's own items
-_WITHIN = "_schedulers"  # in the state of torch's schedulers of several
-_OF_OLD_TORCH = {"verbose"}
 
 
 @dataclass(eq=False)
@@ -266,124 +263,3 @@ def _check_unshared(model: torch.nn.Module, optimizers: Sequence[torch.optim.Opt
                     "one of their states would be lost: give them as a dict by name",
                     option="optimizer",
                 )
-
-
-def states_of(parts: Any) -> Any:
-    """Returns `state_dict()` of one Stateful object, or of each in a list or dict."""
-    if isinstance(parts, Mapping):
-        return {name: part.state_dict() for name, part in parts.items()}
-    if isinstance(parts, (list, tuple)):
-        return [part.state_dict() for part in parts]
-    return parts.state_dict()
-
-
-def paired_states(parts: Any, states: Any) -> list[tuple[Any, Any]]:
-    """Returns each object with its state of `states_of`. Raises OptionError: not as many."""
-    if isinstance(parts, Mapping):
-        if type(states) is dict and states.keys() == parts.keys():
-            return [(part, states[name]) for name, part in parts.items()]
-    elif not isinstance(parts, (list, tuple)):
-        return [(parts, states)]
-    elif type(states) is list and len(states) == len(parts):
-        return list(zip(parts, states, strict=True))
-    problem = "another sort was saved: give as many, under the same names"
-    raise OptionError(f"lr_scheduler is {kind_of(parts)}, and {problem}", option="lr_scheduler")
-
-
-def _placed(parts: Any) -> dict[str, Any]:
-    """Returns each scheduler by its place: "" of one, else its name or number, and "PLACE/NUMBER"
-    of one that another has.
-    """
-    named = parts if isinstance(parts, Mapping) else {"": parts}
-    if isinstance(parts, (list, tuple)):
-        named = dict(enumerate(parts))
-    found = {str(name): part for name, part in named.items()}
-    for place, part in list(found.items()):
-        found.update({f"{place}/{at}": one for at, one in enumerate(_within(part))})
-    return found
-
-
-def _within(part: Any) -> Sequence[Any]:
-    own = getattr(part, _WITHIN, ())
-    return own if isinstance(own, (list, tuple)) else ()
-
-
-def scheduler_classes(parts: Any) -> dict[str, dict[str, str]]:
-    """Returns the name of each scheduler's class, as the key of a dict, by place."""
-    return {place: {type(one).__name__: ""} for place, one in _placed(parts).items()}
-
-
-def other_classes(parts: Any, saved: Iterable[str]) -> dict[int, str]:
-    """Returns the saved class, by id, of schedulers that are not of it. `saved`: "PLACE.CLASS"."""
-    of = {place: kind for place, _, kind in (one.rpartition(".") for one in saved)}
-    return {
-        id(one): of[place]
-        for place, one in _placed(parts).items()
-        if place in of and of[place] not in (base.__name__ for base in type(one).__mro__)
-    }
-
-
-def check_alike(
-    part: Any, state: Any, may_miss: Callable[[str], object], others: Mapping[int, str]
-) -> None:
-    """Raises MismatchError: a scheduler was saved that has other names in its state.
-
-    Where the class is not one of `other_classes`, each must have names that the other has not:
-    versions of torch give one class more, or fewer.
-    """
-    if not (isinstance(state, Mapping) and isinstance(own := part.state_dict(), Mapping)):
-        return
-    lists = [each.get(_WITHIN) for each in (own, state)]
-    counts = [len(each) for each in lists if isinstance(each, list)]
-    if len(set(counts)) > 1:
-        raise MismatchError(
-            f"lr_scheduler is a {type(part).__name__} of {counts[0]} schedulers, and one of "
-            f"{counts[1]} was saved; give as many, or load_optimizer=False leaves optimizer and "
-            "scheduler as they are",
-            fqn="lr_scheduler",
-        )
-    pairs = zip(*lists, strict=False) if list is type(lists[0]) is type(lists[1]) else ()
-    within = _within(part)
-    for at, (one, saved) in enumerate(pairs):
-        inner = within[at] if at < len(within) else part  # which wraps that of several
-        if isinstance(one, Mapping) and isinstance(saved, Mapping):
-            _check_names(inner, one, saved, may_miss, others.get(id(inner), ""))
-    _check_names(part, own, state, may_miss, others.get(id(part), ""))
-
-
-def _check_names(
-    part: Any,
-    own: Mapping[Any, Any],
-    saved: Mapping[Any, Any],
-    may_miss: Callable[[str], object],
-    other: str,
-) -> None:
-    here, there = (
-        {key for key in each if key == _WITHIN or not str(key).startswith("_")}
-        for each in (own, saved)
-    )
-    missing, left = (
-        sorted(name for key in keys if not may_miss(name := f"lr_scheduler.{key}"))
-        for keys in (here - there, there - here - _OF_OLD_TORCH)
-    )
-    if (missing and left) or (other and (missing or left)):
-        kind = f"another kind, {other}," if other else "another kind"
-        differs = [f"it had {', '.join(left[:5])}"] if left else []
-        differs += [f"it had no {', '.join(missing[:5])}"] if missing else []
-        raise MismatchError(
-            f"lr_scheduler is, or has, {with_article(type(part).__name__)}, and {kind} was saved: "
-            f"{', and '.join(differs)}; give one of the kind that was saved; strict=False takes "
-            "what there is, load_optimizer=False leaves optimizer and scheduler as they are",
-            fqn=(left or missing)[0],
-            missing=tuple(missing),
-            left=tuple(left),
-        )
-
-
-def kind_of(part: Any) -> str:
-    """Returns the sort of a part, for all ranks to compare."""
-    if isinstance(part, Mapping):
-        return f"a dict of {', '.join(map(str, part))}"
-    if isinstance(part, (list, tuple)):
-        return f"a list of {len(part)}"
-    return "one"

@@ -27,6 +27,7 @@ from torch_dcpx.keys.wrappers import inside, plain_names
 _V = TypeVar("_V")
 
 MODEL = "model."
+OPTIMIZER = "optimizer."
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -34,20 +35,16 @@ logger = logging.getLogger("torch_dcpx")
 class TrainingRules(KeyMap):
     """The rules of one resume. Belongs to one load. Not thread-safe."""
 
-    def __init__(
-        self, key_map: KeyMap, optimizers: Iterable[str], *, has_named_groups: bool
-    ) -> None:
-        """Translates the model as `key_map` does, and the states of the optimizers of these names.
+    def __init__(self, key_map: KeyMap, owners: Iterable[str], *, has_named_groups: bool) -> None:
+        """Translates the model as `key_map` does, and optimizers' states, beneath `owners_of`.
 
-        An optimizer without a name is "". With `has_named_groups` the settings of groups are
-        stored by parameter.
+        With `has_named_groups` the settings of groups are stored by parameter.
         """
         super().__init__(*key_map.rules, wrappers=key_map.wrappers)
         self._key_map = key_map
         self.own: Collection[str] = ()  # the model's names, once its part has given its state
-        whole = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
         kinds = ("state.", "param_groups.") if has_named_groups else ("state.",)
-        self._prefixes = tuple(prefix + kind for prefix in whole for kind in kinds)
+        self._prefixes = tuple(owner + kind for owner in owners for kind in kinds)
         self._new: dict[str, str | None] = {}  # by stored name; None: left out
         self._reshaped: dict[str, list[str | None]] = {}  # names made of a stored one
         # The last `stored` and its entries: parts and planner resolve, functions run once.
@@ -156,7 +153,7 @@ def checked_translate(translate: Any, model: Any) -> KeyMap | None:
 NAMED_GROUPS = "optimizer.groups by parameter"  # in a manager's record
 CLASSES = "optimizer_classes"  # beneath a manager's own items
 
-_PARAMS = "params"
+_PARAMS, _NAMES = "params", "param_names"
 # Schedulers and wrappers add settings to groups whose names begin so.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -169,9 +166,25 @@ def flat(parts: Any) -> Sequence[Any]:
     return parts if isinstance(parts, (list, tuple)) else alone
 
 
+def kind_of(part: Any) -> str:
+    """Returns the sort of a part, for all ranks to compare."""
+    if isinstance(part, Mapping):
+        return f"a dict of {', '.join(map(str, part))}"
+    if isinstance(part, (list, tuple)):
+        return f"a list of {len(part)}"
+    return "one"
+
+
 def by_name(optimizers: Any) -> Mapping[str, Any]:
     """Returns optimizers by their names; one, and a list of them, under ""."""
     return optimizers if isinstance(optimizers, Mapping) else {"": optimizers}
+
+
+def owners_of(optimizers: Any) -> list[str]:
+    """Returns the beginning of each optimizer's stored names; none of None."""
+    if isinstance(optimizers, Mapping):
+        return [f"{OPTIMIZER}{name}." for name in optimizers]
+    return [] if optimizers is None else [OPTIMIZER]
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.nn.Parameter]:
@@ -217,12 +230,12 @@ def check_classes(
     known = {key for one in optimizers for group in one.param_groups for key in group}
     strange = {key for key in settings if not key.startswith(_OF_SCHEDULERS)} - known
     if strange:
-        which = f"the optimizer '{name}'" if name else "the optimizer"
+        which = f"the optimizer '{name}'" if name != "" else "the optimizer"
         raise MismatchError(
             f"{which} is {_listed(own)}, and {_listed(saved)} was saved, which has the settings "
             f"{_listed(strange)} besides; load_optimizer=False leaves it as it is, strict=False "
             "takes what there is",
-            fqn=name or "optimizer",
+            fqn=str(name) or "optimizer",
         )
     return False
 
@@ -252,7 +265,7 @@ def groups_by_parameter(
     for names in filter(None, own):
         first = settings[names[0]]
         for name in names:
-            if not _is_same(settings[name], first):
+            if not _is_same({**settings[name], _NAMES: ()}, {**first, _NAMES: ()}):
                 raise MismatchError(
                     f"parameters '{names[0]}' and '{name}' are one group of the optimizer, and "
                     f"were saved with {dict(first)!r:.200} and {dict(settings[name])!r:.200}",
@@ -269,7 +282,7 @@ def check_sources(groups: Sequence[Mapping[str, Any]], own: Sequence[Sequence[st
         known = [name for name in names if name in owners]
         for name in known:
             first, other = owners[known[0]], owners[name]
-            both = [key for key in first if key in other and key not in (_PARAMS, "param_names")]
+            both = [key for key in first if key in other and key not in (_PARAMS, _NAMES)]
             for key in both if first is not other else ():
                 if not _is_same(first[key], other[key]):
                     raise MismatchError(

@@ -28,15 +28,24 @@ from torch_dcpx.manager.content import (
     with_own,
 )
 from torch_dcpx.manager.optimizer_kinds import GROUPS, STATE
-from torch_dcpx.manager.state import (
+from torch_dcpx.manager.schedulers import (
     SCHEDULER_CLASSES,
-    Parts,
+    are_unlike,
     check_alike,
-    other_classes,
+    check_sort,
+    noted_classes,
     paired_states,
 )
+from torch_dcpx.manager.state import Parts
 from torch_dcpx.manager.stored import Record, Stored
-from torch_dcpx.manager.translate import MODEL, NAMED_GROUPS, TrainingRules, by_name, owner_of
+from torch_dcpx.manager.translate import (
+    MODEL,
+    NAMED_GROUPS,
+    OPTIMIZER,
+    TrainingRules,
+    owner_of,
+    owners_of,
+)
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.reader import quiet_reader
 
@@ -77,7 +86,7 @@ class Wanted(LoadPart):
         self._shared: dict[str, Any] = {}  # decoded small values, by part
         self._own: dict[str, Any] = {}  # this rank's own values, by path
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
-        self._saved_classes: list[str] = []
+        self._noted: dict[str, set[str]] = {}  # classes of the saved ones, by place
         self.rules: TrainingRules | None = None  # of the load
         self._optimizer: Any = None  # its part of the load
         self.handed: set[str] = set()  # small parts that have got a value, whole or in part
@@ -97,6 +106,16 @@ class Wanted(LoadPart):
             problem = f"{', '.join(missing)} was not saved there; {ways}"
             message = f"resume from '{self._path}': {problem}"
             raise MismatchError(message, fqn=missing[0], path=self._path, missing=tuple(missing))
+        others = [f"state.{key}" for key in parts.state or () if f"state.{key}" in record.per_rank]
+        others = [n for n in others if n not in parts.per_rank and not self.loads.may_miss(n)]
+        if others and self.loads.is_strict:
+            raise MismatchError(
+                f"resume from '{self._path}': {', '.join(others)} was saved as a PerRank: give "
+                f"PerRank(None); allow_missing={others}, or strict=False, leaves what is there",
+                fqn=others[0],
+                path=self._path,
+                left=tuple(others),
+            )
 
     def target(self) -> dict[str, Any]:
         """Returns the state for `dcpx.load` to fill."""
@@ -130,18 +149,23 @@ class Wanted(LoadPart):
         its training would go on without them.
         """
         parts, loads, rules = self.parts, self.loads, self.rules
-        optimizers = () if parts.optimizer is None else by_name(parts.optimizer)
-        owners = [f"optimizer.{name}." if name else "optimizer." for name in optimizers]
+        owners = tuple(owners_of(parts.optimizer))
         states = tuple(f"{owner}{STATE}." for owner in owners)
         begins = states
         if loads.is_strict:
             begins += tuple(f"{owner}{GROUPS}." for owner in owners)
             begins += (MODEL,) if parts.model is not None else ()
             begins += tuple(f"state.{key}." for key in parts.state or ())
+        is_one_lost = loads.is_strict and isinstance(parts.optimizer, Mapping)
+        others = {
+            name
+            for name in left
+            if is_one_lost and name.startswith(OPTIMIZER) and not name.startswith(owners)
+        }
         owed = [
             name
             for name in left
-            if f"{name}.".startswith(begins)
+            if (f"{name}.".startswith(begins) or name in others)
             and not loads.may_miss(name)
             and not (rules is not None and rules.leaves_out(name))
         ]
@@ -153,6 +177,8 @@ class Wanted(LoadPart):
             way = "strict=False, or " if loads.is_strict else ""
             if any(name.startswith(states) for name in owed):
                 way = f"add_param_group before the resume takes what an optimizer had; {way}"
+            elif not others.isdisjoint(owed):
+                way = f"give each optimizer that was saved, under its name; {way}"
             raise MismatchError(
                 f"resume from '{self._path}': it holds {counted(len(owed), 'name')} of what was "
                 f"saved that nothing here takes: {', '.join(map(repr, owed[:5]))}; {way}"
@@ -165,9 +191,8 @@ class Wanted(LoadPart):
     def _rules(self, *, has_named_groups: bool) -> TrainingRules | None:
         if self.translate is None:
             return None
-        optimizer = self.parts.optimizer
-        names = () if optimizer is None else by_name(optimizer)
-        return TrainingRules(self.translate, names, has_named_groups=has_named_groups)
+        owners = owners_of(self.parts.optimizer)
+        return TrainingRules(self.translate, owners, has_named_groups=has_named_groups)
 
     @property
     def kept(self) -> list[str]:
@@ -204,11 +229,23 @@ class Wanted(LoadPart):
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
         begin = f"{key}.{SCHEDULER_CLASSES}."
         names = metadata.state_dict_metadata
-        self._saved_classes = [n.removeprefix(begin) for n in names if n.startswith(begin)]
+        self._noted = noted_classes(n.removeprefix(begin) for n in names if n.startswith(begin))
+        if self._has_scheduler:
+            check_sort(self.parts.lr_scheduler, self._noted)
+            if are_unlike(self.parts.lr_scheduler, self._noted):  # before anything is filled
+                item = f"{key}.lr_scheduler"
+                value = decode_content(self._read([item])[item], item, self._path, self.options)
+                self._pair(value)
         return state
 
+    def _pair(self, states: Any) -> None:
+        """Gives each scheduler its state. Raises: as `paired_states`, `check_alike`."""
+        parts, loads = self.parts.lr_scheduler, self.loads
+        self._schedulers = paired_states(parts, states)
+        check_alike(parts, self._schedulers, self._noted, loads.may_miss, is_strict=loads.is_strict)
+
     def check(self, state: dict[str, Any]) -> None:
-        """Decodes and merges small values. Raises: CorruptionError; as `paired_states`, a merge."""
+        """Decodes and merges small values. Raises: CorruptionError; as `_pair`, a merge."""
         self._own = self._own_values(state)
         for name in ("user_content", "lr_scheduler"):
             if name in state:
@@ -219,10 +256,7 @@ class Wanted(LoadPart):
                 except (KeyError, TypeError, RecursionError) as error:
                     raise self._none_of_ours(fqn, error) from error
         if "lr_scheduler" in self._shared:
-            self._schedulers = paired_states(self.parts.lr_scheduler, self._shared["lr_scheduler"])
-            others = other_classes(self.parts.lr_scheduler, self._saved_classes)
-            for one, its_state in self._schedulers if self.loads.is_strict else ():
-                check_alike(one, its_state, self.loads.may_miss, others)
+            self._pair(self._shared["lr_scheduler"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Gives the small values to the caller's objects."""
