@@ -14,7 +14,7 @@ import torch
 from support.states import assert_same
 from trainings import manager_of
 
-from torch_dcpx import MismatchError, PerRank, UnsupportedError, load
+from torch_dcpx import MismatchError, OptionError, PerRank, UnsupportedError, load
 from torch_dcpx.manager.content import (
     check_mergeable,
     decode_content,
@@ -233,3 +233,65 @@ def test_what_was_saved_as_each_ranks_own_is_told_where_it_is_given_otherwise(
     given["rng"] = PerRank(None)
     manager_of(tmp_path).resume(state=given)
     assert given["rng"].value == {"a": 2}
+
+
+# ---- Objects within a value of state= ------------------------------------------------------------
+
+
+def within(place: str) -> Any:
+    """Returns a value that holds an object with a state."""
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    values: dict[str, Any] = {
+        "list": [module, module],
+        "tuple": (1, module),
+        "scheduler": {"sched": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        "optimizer": {"opt": optimizer},
+        "deep": {"a": [{"b": collections.OrderedDict(c=module)}]},
+        "deque": collections.deque([module]),
+    }
+    return values[place]
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("list", r"state\.k\.0 is a Linear within a list, .*give it a key of its own in state="),
+        ("tuple", r"state\.k\.1 is a Linear within a tuple"),
+        ("scheduler", r"state\.k\.sched is a StepLR within a dict"),
+        ("optimizer", r"state\.k\.opt is an? SGD within a dict"),
+        ("deep", r"state\.k\.a\.0\.b\.c is a Linear within an OrderedDict"),
+        ("deque", r"state\.k\.0 is a Linear within a deque"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_object_with_a_state_within_a_value_is_refused_at_the_save(
+    tmp_path: Path, place: str, text: str, is_async: bool
+) -> None:
+    with manager_of(tmp_path, async_save=is_async) as manager:
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(UnsupportedError, match=text):
+            manager.save(1, state={"t": torch.ones(1), "k": within(place)})
+        assert sorted(tmp_path.rglob("*")) == before
+        assert manager.latest() is None
+
+
+def test_other_objects_are_kept_as_before(tmp_path: Path) -> None:
+    class Counts(dict[str, int]):
+        """Is a dict, so that its entries are saved, whatever else it has."""
+
+        state_dict = load_state_dict = dict.copy
+
+    endless: dict[str, Any] = {"classes": [torch.nn.Linear, datetime.date], "n": [1]}
+    state = {
+        "module": torch.nn.Linear(1, 1),
+        "counts": [Counts(a=1)],
+        "day": {"d": [datetime.date(2020, 1, 1), ...]},
+        "again": [endless, endless],
+    }
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state=state)
+        assert manager.latest() is not None
+        endless["self"] = endless
+        with pytest.raises(OptionError, match="contains itself"):
+            manager.save(2, state=state)

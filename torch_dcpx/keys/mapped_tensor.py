@@ -164,7 +164,8 @@ class MappedTensor(NamedTuple):
             cut = _cut(piece, offsets, target.shape)
             if cut is None:
                 continue
-            view = target.detach()
+            # What detach() gives would take a scale of its own; of a view, a load takes care.
+            view = target.view_as(target) if target.is_quantized else target.detach()
             for dim, (at, begin) in enumerate(zip(cut.offsets, offsets, strict=True)):
                 view = view.narrow(dim, at - begin, cut.lengths[dim])
             view = _in_stored_order(view, cut.axes)

@@ -24,8 +24,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
-from torch_dcpx.errors import CorruptionError, MismatchError, OptionError, UnsupportedError
+from torch_dcpx.errors import (
+    CorruptionError,
+    MismatchError,
+    OptionError,
+    UnsupportedError,
+    with_article,
+)
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.byte_items import decode_byte_item
 
@@ -52,6 +59,11 @@ class PerRank:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PerRank is a value of state= itself, or lies in user_content")
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, Mapping)
+# Types that are neither `Stateful` nor containers.
+_NEITHER = (torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, bytes)
 
 
 def checked_merge(merge: Any) -> list[str] | bool:
@@ -92,6 +104,42 @@ def check_mergeable(
 
 def _function(merge: Merge, name: str) -> Any:
     return merge.get(name) if isinstance(merge, Mapping) else merge
+
+
+# ---- Values of `state=` --------------------------------------------------------------------------
+
+
+def refuse_stateful_within(state: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError for a module, optimizer or other `Stateful` object in a value.
+
+    A save would pickle it whole, and resumes refuse its class. In `state` itself it is a part.
+    """
+    known = set(_NEITHER)
+    seen: set[int] = set()  # of containers, one of which may lie in itself
+    left: list[tuple[str, Any]] = [("state", state)]
+    while left:
+        path, value = left.pop()
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+            kind = type(part)
+            if kind in known:
+                continue
+            is_exact = kind in _CONTAINERS
+            # Nearly all hold tensors and numbers alone.
+            if is_exact and known.issuperset(map(type, part.values() if kind is dict else part)):
+                continue
+            is_stateful = not is_exact and isinstance(part, Stateful) and not isinstance(part, type)
+            if is_exact or isinstance(part, _CONTAINERS):
+                if id(part) not in seen and not (is_stateful and value is state):
+                    seen.add(id(part))
+                    left.append((f"{path}.{key}", part))
+            elif not is_stateful:
+                known.add(kind)
+            elif value is not state:
+                raise UnsupportedError(
+                    f"{path}.{key} is {with_article(kind.__name__)} within "
+                    f"{with_article(type(value).__name__)}, which no resume would give its state; "
+                    "give it a key of its own in state="
+                )
 
 
 # ---- Values that every rank saves alike ----------------------------------------------------------

@@ -31,6 +31,7 @@ from torch_dcpx.errors import OptionError
 from torch_dcpx.events import Operation, begun
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
+from torch_dcpx.manager.content import refuse_stateful_within
 from torch_dcpx.manager.pointer import Tag, checked_step, step_of_name, tag_of
 from torch_dcpx.manager.root import OF_TIMEOUT
 from torch_dcpx.manager.schedulers import SCHEDULER_CLASSES, scheduler_classes
@@ -124,6 +125,7 @@ class Saves:
                     "state= or user_content=, for example",
                     option="model",
                 )
+            refuse_stateful_within(parts.state or {})
             number = _step_of(tag_or_step, step, self.last_step)
             small = parts.small()
             call = parts.call("save", small.per_rank, tag=tag, step=number, is_async=self.is_async)

@@ -38,7 +38,7 @@ from torch_dcpx.planners.replicas import (
 from torch_dcpx.ranks.plan_wire import RankPlan
 from torch_dcpx.tensors.digests import report_conflicts, report_nested, shared_digests
 from torch_dcpx.tensors.memory import ChunkFinder, is_plain_dtensor, is_plain_tensor
-from torch_dcpx.tensors.offences import check_shape, refuse_unlike
+from torch_dcpx.tensors.offences import check_shape, refuse_opaque, refuse_unlike
 from torch_dcpx.tensors.tiling import offence_text
 
 _MAX_TEXT = 500  # of an error of many tensors, as stock's
@@ -241,12 +241,20 @@ class DcpxSavePlanner(DefaultSavePlanner):
                 elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
                     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                         continue  # this rank is no part of its mesh
+                    if isinstance(value, torch.Tensor) and value.is_nested:  # jagged
+                        refuse_opaque(fqn, value)
                     rows.append(stock_write_items(fqn, value))
                     whole.add(fqn)
                 else:
                     rows.append(fqn if type(fqn) is str else stock_write_items(fqn, value))
                     objects[fqn] = value
-            items = MAKER.write_items(rows)
+            try:
+                items = MAKER.write_items(rows)
+            except RuntimeError:  # torch's, of tensors without sizes or memory
+                for fqn, value in self.state_dict.items():
+                    if is_plain_tensor(value):
+                        refuse_opaque(fqn, value)
+                raise
             is_asked = self._can_split and self.split_replicas is None
             replicas = replicas_of(self.state_dict, items, chunks, whole) if is_asked else None
         return items, frozenset(whole), replicas, objects

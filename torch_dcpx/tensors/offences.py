@@ -40,6 +40,23 @@ def check_plan(items: Sequence[WriteItem]) -> None:
             kept.add(kind)
 
 
+def refuse_opaque(fqn: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedError for a nested tensor, and for one of a layout that hides its memory.
+
+    Torch raises errors of its own as it plans these, which do not say of what.
+    """
+    if tensor.is_nested:
+        raise UnsupportedError(
+            f"'{fqn}' is a nested tensor, which has no sizes; give its parts (unbind()) names of "
+            "their own, or leave it out"
+        )
+    if tensor.layout == torch._mkldnn:  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"'{fqn}' is of the layout torch._mkldnn, whose memory nobody may read; save its "
+            "`to_dense()`"
+        )
+
+
 def check_shape(fqn: str, shape: torch.Size, chunk: ChunkStorageMetadata | Part) -> None:
     """Raises PlanError if a tensor to write has not the shape of its chunk, which loads rely on."""
     # A user's hook may give a list, which no Size equals.

@@ -25,7 +25,7 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from torch_dcpx._native import _C
-from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.errors import UnsafePickleError, UnsupportedError
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS
 from torch_dcpx.unpickle.settle import refuse
@@ -46,6 +46,7 @@ _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pic
 _MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
 _SIMPLE = (str, bytes, int, float, bool, type(None))
 _MAX_PARTS = 8
+_COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 
 
 class _Looked(StandIn):
@@ -242,7 +243,7 @@ def _check_tensor(tensor: Any) -> None:
         refuse("holds a tensor without values")
     if tensor.layout == torch.sparse_coo:
         torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.size())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc):
+    elif tensor.layout in _COMPRESSED:
         is_by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
         ends = tensor.crow_indices() if is_by_row else tensor.ccol_indices()
         indices = tensor.col_indices() if is_by_row else tensor.row_indices()
@@ -311,15 +312,83 @@ def load_by_torch(
 def fill_target(tensor: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
     """Copies the region of `item` in a loaded tensor to its target, as stock does.
 
-    Raises AssertionError in stock's words for a target of another size.
+    A quantized target takes scale and zero point as well: stock leaves it its own, under which the
+    stored integers are other values.
+
+    Raises:
+        AssertionError: a target of another size (stock's words).
+        UnsupportedError: a target of another kind, which torch does not copy to.
     """
     tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
     target = planner.resolve_tensor(item)
-    if target.layout != torch.sparse_coo:  # of which detach() makes a copy, which stock then fills
+    # detach() makes a copy of a COO, and gives a quantized one a scale of its own.
+    if target.layout != torch.sparse_coo and not target.is_quantized:
         target = target.detach()
     if target.size() != tensor.size():
         sizes = f"{target.size()} vs {tensor.size()}"
         raise AssertionError(f"req {item.storage_index} mismatch sizes {sizes}")
-    with torch.no_grad():
-        target.copy_(tensor)
+    fqn = item.dest_index.fqn
+    if tensor.layout in _COMPRESSED or target.layout in _COMPRESSED:
+        _check_compressed(tensor, target, fqn)
+    if tensor.is_quantized and _takes_quantized(tensor, target, fqn):
+        target.data = tensor.to(target.device)
+    else:
+        with torch.no_grad():
+            target.copy_(tensor)
     planner.commit_tensor(item, target)
+
+
+def _check_compressed(tensor: torch.Tensor, target: torch.Tensor, fqn: str) -> None:
+    """Raises UnsupportedError: torch does not copy between these, of which one is compressed."""
+    texts = [
+        f"{one.layout}" + (f" of {one._nnz()} elements" if one.layout in _COMPRESSED else "")
+        for one in (tensor, target)
+    ]
+    if texts[0] != texts[1]:
+        raise UnsupportedError(
+            f"'{fqn}' is stored as {texts[0]}, and the state has {texts[1]}: give it one of the "
+            "stored layout and as many elements"
+        )
+
+
+def _takes_quantized(tensor: torch.Tensor, target: torch.Tensor, fqn: str) -> bool:
+    """Returns whether a target for a quantized tensor has no scale yet, so that no copy goes to it.
+
+    Raises UnsupportedError: it is of another kind, or would show its values under two scales.
+    """
+    own, stored = _quantizer(target), _quantizer(tensor)
+    if own == stored:
+        return False
+    if own is None and target.is_quantized:
+        return True
+    if own is None or own[:2] != stored[:2]:
+        here = target.dtype if own is None else f"{own[0]}, {own[1]}"
+        raise UnsupportedError(
+            f"'{fqn}' is stored as {stored[0]}, {stored[1]}, which torch does not copy to {here}: "
+            "give a target of its kind"
+        )
+    # A copy gives its own scale to this tensor alone, not to those that share its memory.
+    if target._is_view() or target.untyped_storage().nbytes() != target.nbytes:
+        raise UnsupportedError(
+            f"'{fqn}' is stored under another scale or zero point than its target has, which is a "
+            "part or view of a tensor: give a whole one, or one quantized as the stored one"
+        )
+    return False
+
+
+def _quantizer(tensor: torch.Tensor) -> Any:
+    """Returns (dtype, scheme, numbers) that give integers of a quantized tensor their values; None
+    of another tensor, and of one of torch.empty.
+    """
+    if not tensor.is_quantized:
+        return None
+    try:
+        scheme = tensor.qscheme()
+    except RuntimeError:  # an assertion within torch, which has no way to ask
+        return None
+    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        numbers: Any = tensor.q_scale(), tensor.q_zero_point()
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        numbers = scales.tolist(), zeros.tolist(), tensor.q_per_channel_axis()
+    return tensor.dtype, scheme, numbers
