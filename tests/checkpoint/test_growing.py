@@ -306,3 +306,21 @@ def test_states_of_text_keys_have_no_record(tmp_path: Path) -> None:
     dcpx.save({"k": Holder({"a": {"b": 1}, "l": [{"c": tensor(1)}]})}, tmp_path, no_dist=True)
     names = dcpx.DcpxReader(tmp_path).read_metadata().state_dict_metadata
     assert set(names) == {"k.a.b", "k.l.0.c"}
+
+
+def test_module_of_fewer_names_is_refused_before_anything_is_filled(tmp_path: Path) -> None:
+    saved = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    now, held = torch.nn.Sequential(torch.nn.Linear(2, 2)), tensor(0)
+    with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+        manager.save(1, state={"ema": saved, "t": tensor(1)})
+        given = {"ema": now, "t": held}
+        with pytest.raises(
+            MismatchError, match=r"no place for 2 names .*'state\.ema\.1\."
+        ) as caught:
+            manager.resume(state=given)
+        assert set(caught.value.left) == {"state.ema.1.weight", "state.ema.1.bias"}
+        assert not held.any()
+        for arguments in ({"allow_missing": ["state.ema.1.*"]}, {"strict": False}):
+            now = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            manager.resume(state={"ema": now}, **arguments)
+            assert torch.equal(now[0].weight, saved[0].weight)

@@ -9,12 +9,13 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,9 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 
+from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.same_call import Call
-from torch_dcpx.checkpoint.stateful import LoadPart, Takes
-from torch_dcpx.errors import OptionError, must_be
+from torch_dcpx.checkpoint.stateful import EXTRA_STATE, LoadPart, Takes, is_extra_state
+from torch_dcpx.errors import MismatchError, OptionError, must_be
 from torch_dcpx.keys.wrappers import has_crossed_names, inside, plain_names
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
@@ -80,6 +82,7 @@ class StatePart(LoadPart):
     """
 
     state: dict[str, Any]
+    may_miss: Callable[[str], object] | None = None  # None: not strict
 
     takes = Takes.ALL
 
@@ -90,13 +93,47 @@ class StatePart(LoadPart):
             if type(value) is not PerRank
         }
 
+    def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
+        """Raises MismatchError: names were saved of a module that it has not, as torch would."""
+        self._names = {
+            k: set(state[k]) for k, v in self.state.items() if isinstance(v, torch.nn.Module)
+        }
+        begins = {f"{key}.{name}.": own for name, own in self._names.items()}
+        left = [
+            name
+            for begin, own in begins.items()
+            for name in metadata.state_dict_metadata
+            if name.startswith(begin) and not _has(own, name[len(begin) :])
+        ]
+        if self.may_miss is not None and (left := [n for n in left if not self.may_miss(n)]):
+            raise MismatchError(
+                f"a module in state= has no place for {counted(len(left), 'name')} that was saved: "
+                f"{', '.join(map(repr, left[:5]))}; strict=False, or allow_missing=[globs] leaves "
+                "them out",
+                fqn=left[0],
+                left=tuple(left),
+            )
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
             current = self.state.get(key)
-            if isinstance(current, Stateful):
+            if isinstance(current, torch.nn.Module):
+                names = self._names[key]
+                its = {n: v for n, v in value.items() if n in names or is_extra_state(n)}
+                current.load_state_dict(its)
+            elif isinstance(current, Stateful):
                 current.load_state_dict(value)
             elif type(current) is not PerRank:
                 self.state[key] = value
+
+
+def _has(keys: Collection[str], name: str) -> bool:
+    """Returns whether a name is one of a module's keys, or lies beneath one, or an extra state."""
+    parts = name.split(".")
+    return EXTRA_STATE in parts or any(
+        ".".join(parts[: end + 1]) in keys for end in range(len(parts))
+    )
 
 
 class Parts(NamedTuple):
@@ -196,7 +233,8 @@ class Parts(NamedTuple):
                 self.model, self.optimizer, strict, has_named_groups, rules, **of_optimizer
             )
         if self.state is not None:
-            found["state"] = StatePart(self.state)
+            may_miss = of_optimizer.get("may_miss") if strict else None
+            found["state"] = StatePart(self.state, may_miss)
         return found
 
     def small(self) -> Small:
