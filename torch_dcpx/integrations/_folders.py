@@ -234,9 +234,12 @@ class FolderSaves:
         if self._place is not None:
             self._place.close(is_published=True)
         logger.info("saved '%s'", folder)
-        for old_folder in condemned():
-            with suppress_and_log(f"remove '{old_folder}'"):
-                remove_folder(old_folder)
+        with suppress_and_log(f"remove what is older than '{folder}'"):
+            with storage_errors("look into", folder.parent, is_read=True):
+                old_folders = [*condemned()]
+            for old_folder in old_folders:
+                with suppress_and_log(f"remove '{old_folder}'"):
+                    remove_folder(old_folder)
 
 
 class _PartWriter(DcpxWriter):
