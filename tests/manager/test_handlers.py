@@ -28,12 +28,13 @@ from torch_dcpx import (
     async_save,
 )
 from torch_dcpx._waiting import Guard
+from torch_dcpx.storage import save_lock
 
 FAST = WriteOptions(durability="none", workers=1)
 _MANAGERS = ("root", "retention", "save", "removal", "directory_root")
 WATCHED = (
     *(f"manager/{name}.py" for name in _MANAGERS),
-    *("storage/root_lock.py", "storage/root_record.py"),
+    *("storage/root_lock.py", "storage/root_record.py", "storage/save_lock.py"),
 )
 
 
@@ -192,6 +193,30 @@ def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path) -> None:
     ended.set()
     manager.wait()
     save(manager, 3, 3.0)
+
+
+def test_save_goes_through_where_a_removal_waits_for_its_thread(tmp_path: Path) -> None:
+    """A signal's handler that has interrupted the taking of a save's lock."""
+    manager = manager_of(tmp_path, keep_last=1)
+    retention = manager._retention
+    start = retention.start
+    save(manager, 1, 1.0)
+    manager.wait()
+    retention.start = lambda: None  # type: ignore[method-assign]
+    save(manager, 2, 2.0)
+    with alarm(), save_lock._guard.held():
+        start()
+        while not retention._going:
+            time.sleep(0.01)
+        with pytest.raises(ConcurrentSaveError, match="signal's handler has interrupted"):
+            save(manager, 1, 1.0)
+        save(manager, 9, 9.0)
+        save(manager, 9, 9.0)
+        manager.wait()
+        assert manager.latest() == "step-9"
+        assert retention._going
+    manager.wait()
+    assert manager.tags() == ["step-2", "step-9"]
 
 
 class _InterruptedHandler(logging.Handler):
