@@ -25,7 +25,7 @@ from torch_dcpx import (
 )
 from torch_dcpx.integrations._dcp_calls import Part
 from torch_dcpx.integrations._folder_contents import check_room, remove_folder
-from torch_dcpx.integrations._folder_record import read_record
+from torch_dcpx.integrations._folder_record import read_record, write_record
 from torch_dcpx.integrations._folders import FolderSaves
 
 # ---- What is the user's stays --------------------------------------------------------------------
@@ -80,7 +80,6 @@ USERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "name that is no text": (os.fsdecode(b"\xff"), lambda path: path.write_text("mine")),
     "file in a part": ("model/notes", lambda path: path.write_text("mine")),
     "directory in a part": ("model/mine", filled),
-    "pin of a part": ("model/.dcpx.pin", lambda path: path.touch()),
     "file beside files": ("more/mine", lambda path: path.write_text("mine")),
 }
 
@@ -114,6 +113,38 @@ def test_what_was_saved_and_is_not_saved_again_goes(tmp_path: Path) -> None:
     assert {one for one in found if not one.startswith("model/")} == {
         RECORD, "random_states_0.pkl", "deep/mine", "optimizer_1/mine",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "while it saves"])
+@pytest.mark.parametrize("place", ["", "model"])
+def test_pinned_folder_or_part_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, when: str
+) -> None:
+    folder, saves = tmp_path / "a", FolderSaves("save", None)
+    pin = folder / place / ".dcpx.pin"
+
+    def save(value: float) -> None:
+        target = saves.begin(lambda: folder)
+        saves.commit([Part({"model": torch.full((8,), value)}, target / "model")], list)
+        saves.wait()
+
+    def write_and_pin(*args: Any, **more: Any) -> None:
+        write_record(*args, **more)
+        pin.touch()
+
+    save(1)
+    with monkeypatch.context() as patch:
+        if when == "before":
+            pin.touch()
+        else:
+            patch.setattr("torch_dcpx.integrations._folders.write_record", write_and_pin)
+        with pytest.raises(UnsupportedError, match="is pinned"):
+            save(2)
+    assert value_in(folder / "model") == 1
+    pin.unlink()
+    save(3)
+    assert value_in(folder / "model") == 3
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def replaced_part(folder: Path) -> None:

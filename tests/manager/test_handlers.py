@@ -3,9 +3,11 @@ for itself, and what each call has returned for is whole."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,14 +18,23 @@ import torch
 from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
 
-from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxError, WriteOptions
+import torch_dcpx
+from torch_dcpx import (
+    CheckpointManager,
+    ConcurrentSaveError,
+    DcpxError,
+    DcpxWriter,
+    WriteOptions,
+    async_save,
+)
 from torch_dcpx._waiting import Guard
+from torch_dcpx.storage import save_lock
 
 FAST = WriteOptions(durability="none", workers=1)
 _MANAGERS = ("root", "retention", "save", "removal", "directory_root")
 WATCHED = (
     *(f"manager/{name}.py" for name in _MANAGERS),
-    *("storage/root_lock.py", "storage/root_record.py"),
+    *("storage/root_lock.py", "storage/root_record.py", "storage/save_lock.py"),
 )
 
 
@@ -182,6 +193,97 @@ def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path) -> None:
     ended.set()
     manager.wait()
     save(manager, 3, 3.0)
+
+
+def test_save_goes_through_where_a_removal_waits_for_its_thread(tmp_path: Path) -> None:
+    """A signal's handler that has interrupted the taking of a save's lock."""
+    manager = manager_of(tmp_path, keep_last=1)
+    retention = manager._retention
+    start = retention.start
+    save(manager, 1, 1.0)
+    manager.wait()
+    retention.start = lambda: None  # type: ignore[method-assign]
+    save(manager, 2, 2.0)
+    with alarm(), save_lock._guard.held():
+        start()
+        while not retention._going:
+            time.sleep(0.01)
+        with pytest.raises(ConcurrentSaveError, match="signal's handler has interrupted"):
+            save(manager, 1, 1.0)
+        save(manager, 9, 9.0)
+        save(manager, 9, 9.0)
+        manager.wait()
+        assert manager.latest() == "step-9"
+        assert retention._going
+    manager.wait()
+    assert manager.tags() == ["step-2", "step-9"]
+
+
+class _InterruptedHandler(logging.Handler):
+    """Calls a function within its lock, at the first line of the main thread."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._calls = [call]
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is threading.main_thread() and self._calls:
+            self._calls.pop()()
+        self.told.append(record.getMessage())
+
+
+@pytest.mark.parametrize("keep_last", [None, 1])
+def test_save_within_a_handler_of_logging_goes_through(
+    tmp_path: Path, keep_last: int | None
+) -> None:
+    """The save in the background, and removals, have lines for that handler."""
+    manager = manager_of(tmp_path, async_save=True, keep_last=keep_last)
+    for number in (1, 2):
+        save(manager, number, float(number))
+    manager.wait()
+
+    def call() -> None:
+        save(manager, 9, 9.0)
+        manager.wait()
+
+    handler = _InterruptedHandler(call)
+    logger = logging.getLogger("torch_dcpx")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logging.getLogger().addHandler(handler)
+    try:
+        save(manager, 3, 3.0)
+        with alarm():
+            logging.getLogger("of the user").warning("a line")
+        assert manager.latest() is not None
+        assert (manager.tags() == ["step-9"]) == (keep_last == 1)
+        until = time.monotonic() + seconds(60)
+        while not any("saved step 9" in line for line in handler.told):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        logging.getLogger().removeHandler(handler)
+        logger.setLevel(level)
+        manager.close()
+
+
+def test_wait_for_room_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, stock = threading.Event(), DcpxWriter.finish
+
+    def finish(self: Any, *args: Any) -> None:
+        ended.wait(seconds(120))
+        stock(self, *args)
+
+    monkeypatch.setattr(DcpxWriter, "finish", finish)
+    state = {"x": torch.ones(8)}
+    first = async_save(state, tmp_path / "a", no_dist=True)
+    options = WriteOptions(save_timeout_s=0.1)
+    for save_again in (async_save, torch_dcpx.save):
+        with alarm(), pytest.raises(ConcurrentSaveError, match=r"to '.*/b': .* still .*/a'; wait"):
+            save_again(state, tmp_path / "b", no_dist=True, options=options)  # type: ignore[operator]
+    ended.set()
+    first.result()
 
 
 def test_guard_is_free_behind_a_deadline_and_within_itself() -> None:

@@ -322,5 +322,25 @@ def test_root_that_is_a_link_is_like_any_other(tmp_path: Path, is_above: bool) -
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("is_above", [False, True])
+def test_root_whose_link_leads_nowhere_is_no_fresh_one(tmp_path: Path, is_above: bool) -> None:
+    """As while its disk is not mounted."""
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk" / "run")
+    with manager_of(link / "root" if is_above else link, no_dist=True) as manager:
+        for call in (
+            lambda: manager.resume(state={"x": torch.zeros(3)}),
+            lambda: manager.save(1, state={"x": torch.ones(3)}),
+            manager.tags,
+        ):
+            with pytest.raises(StorageError, match=r"'.*/link' is a link to '.*/disk/run', where"):
+                call()
+        assert os.listdir(tmp_path) == ["link"]
+        (tmp_path / "disk" / "run").mkdir(parents=True)
+        assert manager.resume(state={"x": torch.zeros(3)}).is_fresh
+        manager.save(1, state={"x": torch.ones(3)})
+        assert manager.tags() == ["step-1"]
+
+
 def test_change_through_a_link_is_refused_on_all_ranks(root: Path) -> None:
     run_cases(WORKER, 2, "all", root)

@@ -142,6 +142,34 @@ def test_signal_reaches_a_single_process_and_handlers_are_put_back(tmp_path: Pat
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_watches_of_a_signal_close_in_any_order(tmp_path: Path, first: int) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    managers = [manager_of(tmp_path / name, no_dist=True) for name in "ab"]
+    watches = [manager.save_on_signal([signal.SIGUSR1]) for manager in managers]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert [watch.requested(1) for watch in watches] == [True, True]
+    managers[first].close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert watches[1 - first].requested(2)
+    assert not watches[first].is_signalled
+    managers[1 - first].close()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_handler_that_the_user_has_set_since_stays(tmp_path: Path) -> None:
+    def users(*_: object) -> None: ...
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with manager_of(tmp_path) as manager:
+            manager.save_on_signal([signal.SIGUSR1])
+            signal.signal(signal.SIGUSR1, users)
+        assert signal.getsignal(signal.SIGUSR1) is users
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_handlers_are_put_back_after_a_signal_that_cannot_be_handled(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGUSR2)
     with manager_of(tmp_path) as manager:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ RECORD = ".dcpx.folder"
 
 
 def save_folder(
-    folder: Path, value: float, *, parts: tuple[str, ...] = ("model",), files: tuple[str, ...] = ()
+    folder: Path,
+    value: float,
+    *,
+    parts: tuple[str, ...] = ("model",),
+    files: tuple[str, ...] = (),
+    condemned: Callable[[], list[Path]] = list,
 ) -> None:
     """Saves a folder as a framework does, by a job of its own."""
     saves = FolderSaves("save", None)
@@ -28,7 +34,7 @@ def save_folder(
         for name in files:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_text(f"{name} {value}")
-    saves.commit(found, list)
+    saves.commit(found, condemned)
     saves.wait()
 
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -44,6 +44,14 @@ def _mode(path: Path) -> int:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return 0
+
+
+def refuse_pinned(folder: Path, parts: Iterable[str]) -> None:
+    """Raises UnsupportedError where a folder is pinned, or one of the parts that a save makes."""
+    for place in (folder, *(folder / part for part in parts)):
+        if (place / PIN_NAME).exists():
+            problem = f"'{place}' is pinned; remove its '{PIN_NAME}' first, or save elsewhere"
+            raise UnsupportedError(f"save '{folder}': {problem}")
 
 
 def check_room(old: Path, new: Path, parts: list[str]) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,11 @@ class Record(NamedTuple):
 
 
 def read_record(folder: Path) -> Record | None:
-    """Returns a folder's record; None: it has none, or one that says nothing of this name."""
+    """Returns a folder's record; None: it has none, or one that says nothing of this name, or it is
+    a link of the user's.
+    """
+    if folder.is_symlink():
+        return None
     try:
         with Directory(folder) as directory:
             if not directory.is_regular(FOLDER_NAME):
@@ -79,6 +83,19 @@ def read_record(folder: Path) -> Record | None:
         )
         return None
     return record._replace(others=tuple(record.others)) if record.name == folder.name else None
+
+
+def beyond_limit(folders: Iterable[Path], limit: int, kept: Collection[Path]) -> list[Path]:
+    """Returns the folders that a limit does not keep. Only what a record of ours names is counted.
+
+    Args:
+        folders: the oldest first.
+        limit: how many to keep.
+        kept: stay, and count: the one that a save has just published, the best.
+    """
+    ours = [folder for folder in folders if read_record(folder) is not None]
+    others = [folder for folder in ours if folder not in kept]
+    return others[: max(0, len(ours) - max(limit, len(ours) - len(others)))]
 
 
 def write_record(folder: Path, record: Record, *, is_durable: bool) -> None:

@@ -39,6 +39,7 @@ from torch_dcpx.integrations._dcp_calls import Part, parts_of
 from torch_dcpx.integrations._folder_contents import (
     Replacement,
     check_room,
+    refuse_pinned,
     remove_folder,
 )
 from torch_dcpx.integrations._folder_place import FolderPlace
@@ -99,7 +100,7 @@ class FolderSaves:
         Raises:
             PlanError: ranks save to other folders.
             OptionError: a folder lies there.
-            UnsupportedError: a link or a file lies there.
+            UnsupportedError: a link or a file lies there, or the folder is pinned.
             ConcurrentSaveError: another job saves there.
             StorageError: the folder cannot be made.
             DcpxError: of the save before, which failed.
@@ -119,6 +120,7 @@ class FolderSaves:
             if own.exists() and not may_replace:
                 problem = "it is there already; set the iteration of the next one"
                 raise OptionError(f"save '{own}': {problem}", option="iteration")
+            refuse_pinned(own, ())
             self._place = FolderPlace(own, is_durable=self._is_durable)
             return str(self._place.make())
 
@@ -143,7 +145,7 @@ class FolderSaves:
             condemned: returns the folders to remove behind the commit, on the coordinator.
 
         Raises:
-            UnsupportedError: there are no parts.
+            UnsupportedError: there are no parts, or one is pinned.
             PlanError: ranks have other parts.
             As `dcpx.async_save`.
         """
@@ -161,6 +163,7 @@ class FolderSaves:
         def compare(calls: list[Call]) -> None:
             check_same_call(calls, of="a training")
             own = [str(part.path.absolute().relative_to(self._target)) for part in parts]
+            refuse_pinned(self._folder, own)
             with storage_errors("look into", self._folder, is_read=True):
                 check_room(self._folder, self._target, own)
 
@@ -220,6 +223,7 @@ class FolderSaves:
         record = record_of(target, target.parent.name)
         write_record(target, record, is_durable=self._is_durable)
         if os.path.lexists(folder):
+            refuse_pinned(folder, record.parts)  # also since the save began
             check_room(folder, target, [])
             old = Replacement(folder, target, record, is_durable=self._is_durable)
             old.carry()
@@ -234,9 +238,12 @@ class FolderSaves:
         if self._place is not None:
             self._place.close(is_published=True)
         logger.info("saved '%s'", folder)
-        for old_folder in condemned():
-            with suppress_and_log(f"remove '{old_folder}'"):
-                remove_folder(old_folder)
+        with suppress_and_log(f"remove what is older than '{folder}'"):
+            with storage_errors("look into", folder.parent, is_read=True):
+                old_folders = [*condemned()]
+            for old_folder in old_folders:
+                with suppress_and_log(f"remove '{old_folder}'"):
+                    remove_folder(old_folder)
 
 
 class _PartWriter(DcpxWriter):

@@ -7,6 +7,7 @@ is there as a whole, or not at all. accelerate's own `load_state` reads it.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import NotCommittedError, OptionError, UnsupportedError
 from torch_dcpx.integrations._dcp_calls import loads_by_us, noted
+from torch_dcpx.integrations._folder_record import beyond_limit, read_record
 from torch_dcpx.integrations._folders import FolderSaves, is_whole
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -29,6 +31,8 @@ with needed(__name__, "accelerate>=1.15"):
     from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
     from torch.distributed.fsdp import StateDictType
 
+logger = logging.getLogger("torch_dcpx")
+
 _NUMBERED = re.compile(r"checkpoint_(\d+)")  # of accelerate's automatic names
 
 
@@ -36,7 +40,7 @@ class DcpxAccelerator(Accelerator):
     """accelerate's `Accelerator`, which saves and loads by torch-dcpx, under FSDP1 and FSDP2.
 
     `state_dict_type` must be SHARDED_STATE_DICT. With `automatic_checkpoint_naming`, `total_limit`
-    counts folders that are whole; what is being read or is pinned stays, and what is not ours: a
+    counts folders that are whole and ours; what is being read or is pinned stays, and all else: a
     save, too, removes only what `.dcpx.folder` names in a folder, as it was saved.
     """
 
@@ -77,7 +81,7 @@ class DcpxAccelerator(Accelerator):
         try:
             with self._without_naming(), self._saves.telling(), noted(target) as parts:
                 super().save_state(str(target), safe_serialization, **kwargs)
-            handle = self._saves.commit(parts, self._condemned)
+            handle = self._saves.commit(parts, lambda: self._condemned(target.name))
         except BaseException:
             config.iteration = number  # accelerate has counted only where nothing was raised
             raise
@@ -87,9 +91,10 @@ class DcpxAccelerator(Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Loads as accelerate does, and with automatic names the newest folder that is whole.
+        """Loads as accelerate does, and with automatic names the highest number that is whole.
 
-        The next automatic name follows it. Waits for a save under way.
+        The next automatic name follows it. A WARNING says where that is a copy of the user's. Waits
+        for a save under way.
 
         Args:
             input_dir, load_kwargs: as accelerate's.
@@ -182,15 +187,29 @@ class DcpxAccelerator(Accelerator):
             if not numbers:
                 path = str(self._named_folder(0).parent)
                 raise NotCommittedError(f"load_state: no folder in '{path}' is whole", path=path)
+            self._tell_of_copy(numbers)
             return numbers[-1]
 
         call = CallId("load_state")
         with exchange_for(None, False, ReadOptions().load_timeout_s, "load", call) as exchange:
             return exchange.all_reduce("newest", lambda: Call("load_state", {}), newest)
 
-    def _condemned(self) -> list[Path]:
+    def _tell_of_copy(self, numbers: list[int]) -> None:
+        """Warns where accelerate takes what is not ours, as the highest number, before ours."""
+        *others, taken = map(self._named_folder, numbers)
+        ours = [folder for folder in others if read_record(folder) is not None]
+        if ours and read_record(taken) is None:
+            logger.warning(
+                "load_state: '%s' has the highest number, so accelerate takes it; no save of ours "
+                "has made it under this name, the last of those is '%s': name one as input_dir",
+                taken,
+                ours[-1],
+            )
+
+    def _condemned(self, published: str) -> list[Path]:
         """Returns the folders with automatic names that `total_limit` does not keep."""
         config = self.project_configuration
         if not config.automatic_checkpoint_naming or not config.total_limit:
             return []
-        return [self._named_folder(number) for number in self._whole()[: -config.total_limit]]
+        whole = [self._named_folder(number) for number in self._whole()]
+        return beyond_limit(whole, config.total_limit, [self._named_folder(0).with_name(published)])

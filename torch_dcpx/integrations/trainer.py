@@ -8,13 +8,14 @@ the state is copied, while it trains on. When all is durable the folder gets its
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._dcp_calls import noted
+from torch_dcpx.integrations._folder_record import beyond_limit
 from torch_dcpx.integrations._folders import FolderSaves
 from torch_dcpx.integrations._framework import needed
 from torch_dcpx.options import WriteOptions
@@ -30,7 +31,7 @@ with needed(__name__, "transformers[torch]>=5.23"):
         TrainingArguments,
     )
     from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
 
 _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
@@ -39,9 +40,9 @@ class DcpxCallback(TrainerCallback):
     """Saves the Trainer's checkpoints in the background, under FSDP with SHARDED_STATE_DICT.
 
     `Trainer(..., callbacks=[DcpxCallback()])`. A save that failed ends the training at the next
-    one, or at its end. `save_total_limit` counts what is committed; what is being read or is pinned
-    stays, and what `.dcpx.folder` does not name. `state.log_history` gets the figures of each save:
-    `save_bytes`, `save_s`, `save_blocked_s`.
+    one, or at its end. `save_total_limit` counts what is committed and what `.dcpx.folder` names;
+    all else stays, and what is being read or is pinned. `state.log_history` gets the figures of
+    each save: `save_bytes`, `save_s`, `save_blocked_s`.
     """
 
     def __init__(self, write_options: WriteOptions | None = None) -> None:
@@ -121,7 +122,8 @@ class DcpxCallback(TrainerCallback):
             if trainer.args.should_save:
                 state.save_to_json(str(target / TRAINER_STATE_NAME))
         self._step, best = state.global_step, state.best_model_checkpoint
-        self._saves.commit(parts, lambda: _condemned(root, limit, best))
+        kept = [root / target.name, *([] if best is None else [Path(best)])]
+        self._saves.commit(parts, lambda: _condemned(root, limit, kept))
         if trainer.control.should_training_stop or state.global_step >= state.max_steps:
             self._wait(state)  # the Trainer may load the best one before it ends
 
@@ -169,12 +171,9 @@ def _name_best(root: Path, state: TrainerState) -> None:
             state.best_model_checkpoint = str(best)
 
 
-def _condemned(root: Path, limit: int | None, best: str | None) -> Iterable[Path]:
-    """Returns the checkpoints that `save_total_limit` does not keep, the oldest first."""
-    numbered = {int(m[1]): path for path in root.glob("*") if (m := _NUMBERED.fullmatch(path.name))}
-    folders = [path for _, path in sorted(numbered.items())]
-    if not limit or limit < 0 or len(folders) <= limit:
+def _condemned(root: Path, limit: int | None, kept: Collection[Path]) -> list[Path]:
+    """Returns the checkpoints that `save_total_limit` does not keep, in the Trainer's order."""
+    if not limit or limit < 0:
         return []
-    kept = {folders[-1], *([] if best is None else [Path(best)])}
-    others = [path for path in folders if path not in kept]
-    return others[: len(folders) - max(limit, len(kept & set(folders)))]
+    folders = map(Path, sort_checkpoints(str(root), use_mtime=True))
+    return beyond_limit([one for one in folders if _NUMBERED.fullmatch(one.name)], limit, kept)

@@ -38,6 +38,7 @@ from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 from torch_dcpx.storage.root_lock import RootLock
 from torch_dcpx.storage.root_record import FileRecord
+from torch_dcpx.storage.system_calls import refuse_lost_link
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -64,12 +65,16 @@ class DirectoryRoot:
     # ---- The root ------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Returns the names in the root, none where it does not exist. Raises: StorageError."""
+        """Returns the names in the root, none where it does not exist.
+
+        Raises StorageError: it cannot be read, or a link leads to where it does not exist.
+        """
         try:
             with Directory(self.path) as directory:
                 return directory.names()
         except StorageError as error:
             if error.errno == errno.ENOENT:
+                refuse_lost_link(self.path)
                 return []
             raise
 
@@ -108,6 +113,7 @@ class DirectoryRoot:
             directory = PosixPlace(self.path)
         except StorageError as error:
             if error.errno == errno.ENOENT:
+                refuse_lost_link(self.path)
                 return None
             raise
         with directory:

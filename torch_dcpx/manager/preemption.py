@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, SupportsIndex
@@ -38,6 +39,9 @@ def check_signals(signals: Any, time_left_s: Any) -> None:
     if not is_list or not all(isinstance(plain_int(number), int) for number in signals):
         raise must_be("signals", signals, "a list of signal numbers, such as [signal.SIGTERM]")
     check_wait("time_left_s", time_left_s)
+
+
+_watching: weakref.WeakSet[Preemption] = weakref.WeakSet()
 
 
 class _Note(NamedTuple):
@@ -97,6 +101,7 @@ class Preemption:
                 "thread, where Python handles signals",
                 option="signals",
             )
+        _watching.add(self)
         try:
             for number in dict.fromkeys(map(plain_int, signals)):
                 before = signal.signal(number, self._note_signal)
@@ -120,11 +125,14 @@ class Preemption:
             self._signalled_at = time.monotonic()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
         if os.getpid() == self._pid:
             self.signalled()
+            if any(before == other._note_signal for other in list(_watching)):
+                before(number, frame)  # each watch has the signal
             return
         # In a forked process, such as a data loader's worker, the old handler does its work.
-        signal.signal(number, self._before.get(number, signal.SIG_DFL))
+        signal.signal(number, before)
         os.kill(os.getpid(), number)
 
     def requested(self, step: SupportsIndex) -> bool:
@@ -158,9 +166,17 @@ class Preemption:
         return is_past_all and self._answered(step, self._notes)
 
     def close(self) -> None:
-        """Puts the old handlers back. Called on the main thread; safe to call twice."""
+        """Puts the old handlers back where nobody has replaced ours; takes ours out of the chain
+        where another watch has. Called on the main thread; safe to call twice.
+        """
         while self._before:
-            signal.signal(*self._before.popitem())
+            number, before = self._before.popitem()
+            if signal.getsignal(number) == self._note_signal:
+                signal.signal(number, before)
+            for other in list(_watching):
+                if other._before.get(number) == self._note_signal:
+                    other._before[number] = before
+        _watching.discard(self)
 
     def __enter__(self) -> Preemption:
         return self

@@ -13,7 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._integers import plain_int
@@ -25,6 +25,7 @@ from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored
 from torch_dcpx.storage import root_lock
+from torch_dcpx.storage.save_lock import is_at_locks
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -131,7 +132,9 @@ class Retention:
         self._saves.append(tag)
         try:
             if self._root.files.is_there(tag, "save"):
-                with self._one_run(f"save '{self._root.path / tag}'"):
+                doing = f"save '{self._root.path / tag}'"
+                # A run sees the reserved tag before each removal.
+                with nullcontext() if is_at_locks() else self._one_run(doing):
                     self._refuse_going(tag)
                 self.refuse_pinned(tag, "save")
         except BaseException:
@@ -187,13 +190,16 @@ class Retention:
             logger.warning("no thread to remove old checkpoints: %s", error)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the run that is under way, but for one that this thread itself is in.
+        """Waits for the run that is under way, but for one that this thread itself is in, or that
+        waits for this thread.
 
         Raises TimeoutError: it has not ended after `timeout_s`; None: as long as for a commit.
         """
         seconds = self._root.patience_s if timeout_s is None else timeout_s
         thread = self._thread
-        if thread is None or thread is threading.current_thread() or self._run_guard.is_own:
+        if thread is None or thread is threading.current_thread():
+            return
+        if self._run_guard.is_own or is_at_locks():
             return
         thread.join(min(seconds, threading.TIMEOUT_MAX))
         if thread.is_alive():

@@ -21,6 +21,7 @@ from torch_dcpx.storage.system_calls import (
     close_written,
     is_hollow,
     moved,
+    refuse_lost_link,
     uninterrupted,
 )
 
@@ -136,6 +137,8 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
         if _is_directory(candidate):
             break
         missing.append(candidate)
+    if missing:
+        refuse_lost_link(path)
     if missing and is_durable:
         with Directory(missing[-1].parent) as there:
             there.sync_parent()

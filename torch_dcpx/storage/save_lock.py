@@ -43,6 +43,13 @@ _guard = Guard()
 _warned: set[int] = set()  # devices without locks that were named once
 
 
+def is_at_locks() -> bool:
+    """Whether this thread takes or gives back a lock: it is in a signal's handler meanwhile, and
+    no other thread comes to its lock before that has returned.
+    """
+    return _guard.is_own
+
+
 def boot_id() -> str:
     """Returns an id of this machine and its last start, or UNKNOWN_BOOT."""
     try:

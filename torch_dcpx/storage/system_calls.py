@@ -1,4 +1,4 @@
-"""System calls begun again after a signal, renames that replace nothing, closes that report.
+"""System calls begun again after a signal, renames that replace nothing, closes that report, lost links.
 
 Python begins most interrupted calls again (PEP 475), but none that works on names: mkdir, rename,
 unlink, stat, listing. Network file systems interrupt those as well.
@@ -13,6 +13,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+from torch_dcpx.errors import StorageError
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -101,3 +103,19 @@ def is_hollow(fd: int, nbytes: int) -> bool:
     except OSError as error:  # any other: the file system does not tell
         return error.errno == errno.ENXIO  # no more data
     return False
+
+
+def refuse_lost_link(path: Path) -> None:
+    """Raises StorageError where a link leads to nothing: a disk may not be mounted.
+
+    Args:
+        path: missing; itself or one above it may be the link.
+    """
+    place = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+    if place.is_symlink() and not os.path.exists(place):  # noqa: PTH110 - raises nothing
+        problem = f"'{place}' is a link to '{os.path.realpath(place)}', where nothing is"
+        raise StorageError(
+            f"look into '{path}': {problem}; is a disk not mounted?",
+            errno=errno.ENXIO,
+            path=str(path),
+        )
