@@ -18,14 +18,11 @@ import torch
 from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
 
-import torch_dcpx
 from torch_dcpx import (
     CheckpointManager,
     ConcurrentSaveError,
     DcpxError,
-    DcpxWriter,
     WriteOptions,
-    async_save,
 )
 from torch_dcpx._waiting import Guard
 from torch_dcpx.storage import save_lock
@@ -266,24 +263,6 @@ def test_save_within_a_handler_of_logging_goes_through(
         logging.getLogger().removeHandler(handler)
         logger.setLevel(level)
         manager.close()
-
-
-def test_wait_for_room_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, stock = threading.Event(), DcpxWriter.finish
-
-    def finish(self: Any, *args: Any) -> None:
-        ended.wait(seconds(120))
-        stock(self, *args)
-
-    monkeypatch.setattr(DcpxWriter, "finish", finish)
-    state = {"x": torch.ones(8)}
-    first = async_save(state, tmp_path / "a", no_dist=True)
-    options = WriteOptions(save_timeout_s=0.1)
-    for save_again in (async_save, torch_dcpx.save):
-        with alarm(), pytest.raises(ConcurrentSaveError, match=r"to '.*/b': .* still .*/a'; wait"):
-            save_again(state, tmp_path / "b", no_dist=True, options=options)  # type: ignore[operator]
-    ended.set()
-    first.result()
 
 
 def test_guard_is_free_behind_a_deadline_and_within_itself() -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import errno
 import logging
 import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ from torch_dcpx._arguments import check_wait
 from torch_dcpx._log_lines import log_apart
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.errors import ConcurrentSaveError, OptionError, must_be
+from torch_dcpx.errors import OptionError, must_be
 
 logger = logging.getLogger("torch_dcpx")
 log_apart(logger)
@@ -69,27 +69,15 @@ def count() -> int:
     return len(_under_way())
 
 
-def wait_for_room(max_in_flight: int, timeout_s: float, path: str) -> float:
-    """Waits until fewer than `max_in_flight` saves are under way, for a save to `path`.
-    Returns the seconds that it waited. Raises ConcurrentSaveError: there is no room in time.
+def wait_for_room(max_in_flight: int) -> float:
+    """Waits until fewer than `max_in_flight` saves are under way, each up to its own deadline.
+    Returns the seconds that it waited.
     """
-    deadline = Deadline(min(timeout_s, threading.TIMEOUT_MAX))
+    begin = time.monotonic()
     while len(under_way := _under_way()) >= max_in_flight:
-        if deadline.has_passed:
-            raise ConcurrentSaveError(
-                f"save to '{path}': after {timeout_s:g} s (save_timeout_s) still saving to "
-                f"{_places(under_way)}; wait for that, and try again",
-                errno=errno.ETIMEDOUT,
-                path=path,
-            )
         futures = [handle.durable for handle in under_way]
-        first = concurrent.futures.FIRST_COMPLETED
-        concurrent.futures.wait(futures, deadline.remaining_s, return_when=first)
-    return deadline.waited_s
-
-
-def _places(handles: list[SaveHandle]) -> str:
-    return ", ".join(f"'{handle.checkpoint_id}'" for handle in handles)
+        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED)
+    return time.monotonic() - begin
 
 
 def raise_uncollected() -> None:
@@ -126,7 +114,8 @@ def wait(timeout_s: float | None = None) -> None:
     deadline = Deadline(math.inf if timeout_s is None else timeout_s)
     late = _drain(timeout_s)
     if late:
-        raise TimeoutError(f"after {timeout_s} s still saving to {_places(late)}")
+        places = ", ".join(f"'{handle.checkpoint_id}'" for handle in late)
+        raise TimeoutError(f"after {timeout_s} s still saving to {places}")
     wait_for_callbacks(deadline)
     raise_uncollected()
 

@@ -104,7 +104,7 @@ def save(
         _begin(call, *given) as run,
     ):
         with run.timeline.phase("wait"):
-            pending_saves.wait_for_room(1, run.writer.options.save_timeout_s, run.path)
+            pending_saves.wait_for_room(1)
         run.exchange.restart()
         plan = run.plan(pending_saves.raise_uncollected)
         committed = run.write_and_settle(lambda: (plan, run.planner))
@@ -144,8 +144,7 @@ def async_save(
     Raises:
         StagingError: not enough memory for the copy, a device failed, or a current stream is
             capturing a graph; on the other ranks the handle raises.
-        ConcurrentSaveError: with `on_busy="error"`, `max_in_flight` saves are under way; else, they
-            still are after `save_timeout_s`.
+        ConcurrentSaveError: with `on_busy="error"`, `max_in_flight` saves are under way.
         As `save`: an error while the ranks plan, and an earlier save's error.
     """
     begin = time.monotonic()
@@ -279,7 +278,7 @@ def _is_admitted(run: SaveRun) -> bool:
     options = run.writer.options
     limit = options.max_in_flight
     if options.on_busy == "wait":
-        waited_s = pending_saves.wait_for_room(limit, options.save_timeout_s, run.path)
+        waited_s = pending_saves.wait_for_room(limit)
         run.exchange.restart()
         if waited_s >= _NOTED_WAIT_S:
             logger.info("async_save waited %.3f s for a save under way", waited_s)

@@ -1,4 +1,4 @@
-"""System calls begun again after a signal, renames that replace nothing, closes that report, lost links.
+"""System calls begun again after a signal, renames that replace nothing, closes that report.
 
 Python begins most interrupted calls again (PEP 475), but none that works on names: mkdir, rename,
 unlink, stat, listing. Network file systems interrupt those as well.
