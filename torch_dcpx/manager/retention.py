@@ -24,7 +24,7 @@ from torch_dcpx.manager.pointer import checked_step
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored
-from torch_dcpx.storage import root_lock
+from torch_dcpx.storage import root_lock, save_lock
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -129,6 +129,7 @@ class Retention:
             ConcurrentSaveError: the run does not end, or this is a signal's handler within it.
         """
         self._saves.append(tag)
+        save_lock.managed.append(str(self._root.path / tag))
         try:
             if self._root.files.is_there(tag, "save"):
                 with self._one_run(f"save '{self._root.path / tag}'"):
@@ -157,6 +158,7 @@ class Retention:
         """Ends one `reserve` of a tag: its save has ended, well or not."""
         with suppress(ValueError):  # this rank may have reserved none
             self._saves.remove(tag)
+            save_lock.managed.remove(str(self._root.path / tag))
 
     def _refuse_going(self, tag: str) -> None:
         """Raises ConcurrentSaveError in a signal's handler that has interrupted a removal there."""
