@@ -82,7 +82,8 @@ class RootRecord(Protocol):
 
     def put(self, holder: Holder) -> bool:
         """Writes the holder's record anew. Returns False where it is another one's by now, or
-        gone. Raises: StorageError.
+        gone: its end is told even so where the record was moved with its root. Raises:
+        StorageError.
         """
         ...
 
@@ -167,6 +168,13 @@ class FileRecord:
         return holder
 
     def put(self, holder: Holder) -> bool:
+        is_there = self._put(holder)
+        if not is_there and holder.is_over and self._fd >= 0:  # its root may have been renamed
+            with storage_errors("write", self.path / root_lock_name(self._number)):
+                _overwrite(self._fd, holder.encoded())
+        return is_there
+
+    def _put(self, holder: Holder) -> bool:
         name = root_lock_name(self._number)
         try:
             with Directory(self.path) as directory:
