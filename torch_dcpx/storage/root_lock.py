@@ -348,7 +348,7 @@ class _Watch:
 
 
 def _fate(holder: Holder, is_locked: bool | None, record: RootRecord) -> str:
-    if holder.root == record.identity and holder.is_this_process:
+    if holder.is_of(record.identity) and holder.is_this_process:
         return "alive" if holder.token in _tokens else "gone"  # about to enter it in the table
     return holder.fate(is_locked, record.identity)
 

@@ -118,8 +118,11 @@ class FileRecord:
             try:
                 with directory.open_regular(name) as file:
                     content = file.part(0, min(file.nbytes, _MAX_BYTES))
-                    state = content, os.fstat(file.fd).st_mtime_ns
-                    return Seen(number, Holder.decoded(content), state, _is_locked(file.fd))
+                    status = os.fstat(file.fd)
+                    # A record with two names (hard links) may be locked in another root.
+                    is_locked = _is_locked(file.fd) if status.st_nlink == 1 else None
+                    state = content, status.st_mtime_ns
+                    return Seen(number, Holder.decoded(content), state, is_locked)
             except CorruptionError:  # no file, or it was cut meanwhile
                 return Seen(number)
             except StorageError as error:
