@@ -20,7 +20,7 @@ from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
-from torch_dcpx.manager.pointer import checked_step
+from torch_dcpx.manager.pointer import checked_step, refuse_users_pointer
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored
@@ -125,12 +125,14 @@ class Retention:
         It waits for a run that may be removing the checkpoint there.
 
         Raises, and reserves nothing:
-            UnsupportedError: a link or a pinned checkpoint lies there.
+            UnsupportedError: a link or a pinned checkpoint lies there, or the user's own under the
+                name of the pointer.
             ConcurrentSaveError: the run does not end, or this is a signal's handler within it.
         """
         self._saves.append(tag)
         save_lock.managed.append(str(self._root.path / tag))
         try:
+            refuse_users_pointer(self._root.path)
             if self._root.files.is_there(tag, "save"):
                 with self._one_run(f"save '{self._root.path / tag}'"):
                     self._refuse_going(tag)
