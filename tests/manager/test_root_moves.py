@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from root_jobs import PROOFS, Job, locks, manager_of, put, save
+from root_jobs import PROOFS, Job, elsewhere, locks, manager_of, put, save
 from support.machine import seconds
 
 from torch_dcpx import ConcurrentSaveError
 from torch_dcpx.storage import root_lock
-from torch_dcpx.storage.holder import Holder
+from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
 from torch_dcpx.storage.root_record import identity_of
 
@@ -90,3 +90,19 @@ def test_flock_tells_of_a_root_by_another_number(tmp_path: Path) -> None:
             save(manager_of(tmp_path), 1)
     with manager_of(tmp_path) as manager:
         save(manager, 1)
+
+
+def test_silence_adds_up_over_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, elsewhere())
+    monkeypatch.setattr(root_lock, "_GONE_S", 1.5)
+    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.8)
+    refusals = 0
+    with manager_of(tmp_path) as manager:
+        while not manager.tags() and refusals < 9:
+            try:
+                save(manager, 1)
+            except ConcurrentSaveError:
+                refusals += 1
+                if refusals == 1:  # a renewal ends the silence
+                    put(tmp_path, elsewhere(renewed=now_text()))
+        assert (manager.tags(), refusals) == (["step-1"], 2)
