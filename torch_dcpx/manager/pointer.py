@@ -17,13 +17,22 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from torch_dcpx._integers import plain_int
-from torch_dcpx.errors import CorruptionError, OptionError, StorageError, must_be
+from torch_dcpx.errors import (
+    CorruptionError,
+    OptionError,
+    StorageError,
+    UnsupportedError,
+    must_be,
+)
 from torch_dcpx.storage.names import POINTER_NAME
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place, SmallContent
 
 Tag: TypeAlias = str | SupportsIndex  # a name, or a step
@@ -150,6 +159,21 @@ def decoded_pointer(file: SmallContent) -> Pointer:
         problem = f"read '{path}' of {len(text)} B: no pointer to a checkpoint: {error}"
         raise CorruptionError(problem, path=path, offset=0, nbytes=len(text)) from error
     return pointer
+
+
+def refuse_users_pointer(root: Location) -> None:
+    """Raises UnsupportedError: a user's link or directory has the name of the root's pointer."""
+    path = root / POINTER_NAME
+    try:
+        mode = path.lstat().st_mode if isinstance(path, Path) else 0
+    except OSError:  # of a missing one, or the next call tells
+        return
+    if stat.S_ISLNK(mode) or stat.S_ISDIR(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "a directory"
+        raise UnsupportedError(
+            f"save beneath '{root}': '{path}' is {kind}, and a manager writes its pointer to the "
+            "newest checkpoint under that name: move it, or save beneath another root"
+        )
 
 
 def encoded_pointer(pointer: Pointer) -> bytes:

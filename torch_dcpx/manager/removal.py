@@ -9,7 +9,8 @@ A removal
 5. gives the locks back, closes their files, empties the renamed directory and removes it. NFS and
    FUSE keep an open file under another name, so that its directory could not go before.
 
-A job that is killed in between leaves a file or a name as a sign; `resume_removals` goes on.
+A job that is killed in between leaves a file or a name as a sign; `resume_removals` goes on, unless
+a user has copied or renamed the directory: the record in its lock file names another one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.manager.stored import OwnDirectory
+from torch_dcpx.manager.pointer import step_of_name
+from torch_dcpx.manager.stored import OwnDirectory, examine
 from torch_dcpx.storage.directory import Directory, fsync_path, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,
@@ -47,7 +49,7 @@ from torch_dcpx.storage.names import (
 from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.reader_lock import being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
-from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.save_lock import SaveLock, managed, noted_names
 from torch_dcpx.writer.commit import referenced_files, remove_replaced
 
 if TYPE_CHECKING:
@@ -63,7 +65,12 @@ def _locked(directory: Directory) -> Iterator[SaveLock]:
     """Keeps saves and readers out. Raises: ConcurrentSaveError, StorageError."""
     with driven():
         save = RunningSave(directory)
-    lock = SaveLock(directory, LOCK_NAME, save)
+    path = str(directory.path)
+    managed.append(path)
+    try:
+        lock = SaveLock(directory, LOCK_NAME, save)
+    finally:
+        managed.remove(path)
     try:
         with being_deleted(directory.path, dir_fd=directory.fd):
             yield lock
@@ -204,21 +211,34 @@ def _tidy(root: DirectoryRoot, tag: str, *, leftovers: bool) -> None:
     trash = None
     with OwnDirectory(root.path / tag, "tidy") as directory:
         names = directory.names()
-        is_tombstone = TOMBSTONE_NAME in names
-        if METADATA_NAME in names:
-            if is_tombstone:  # saved to again: the old one's files go, and the note
-                with _locked(directory):
-                    named = referenced_files(directory, TOMBSTONE_NAME) or set()
-                    remove_replaced(directory, named, "nobody")
-                    directory.unlink(TOMBSTONE_NAME)
-        elif is_tombstone or (leftovers and _is_ours_alone(names)):
-            with _locked(directory) as lock:
-                is_ended = lock.is_held and lock.left_by == "this machine"
-                # Else a save has committed meanwhile.
-                if (is_tombstone or is_ended) and METADATA_NAME not in directory.names():
-                    trash = _empty(root, directory)
+        is_tombstone, is_whole = TOMBSTONE_NAME in names, METADATA_NAME in names
+        is_left = leftovers and not is_whole and _is_ours_alone(names)
+        if not (is_tombstone or is_left) or not _is_in_place(directory, is_whole=is_whole):
+            return
+        with _locked(directory) as lock:
+            if is_whole:  # saved to again: the old one's files go, and the note
+                named = referenced_files(directory, TOMBSTONE_NAME) or set()
+                remove_replaced(directory, named, "nobody")
+                directory.unlink(TOMBSTONE_NAME)
+                return
+            is_ended = lock.is_held and lock.left_by == "this machine"
+            # Else a save has committed meanwhile.
+            if (is_tombstone or is_ended) and METADATA_NAME not in directory.names():
+                trash = _empty(root, directory)
     if trash is not None:
         _remove_trash(trash)
+
+
+def _is_in_place(directory: PosixPlace, *, is_whole: bool) -> bool:
+    """Returns whether a manager has saved or removed the directory under its present name.
+
+    Where no record says so, as of earlier versions, the name must be that of a step.
+    """
+    if is_whole:
+        return examine(directory)[0].is_in_place
+    name = directory.path.name
+    noted = noted_names(directory, LOCK_NAME)
+    return noted == {name} if noted else step_of_name(name) is not None
 
 
 def _is_ours_alone(names: list[str]) -> bool:

@@ -20,12 +20,11 @@ from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
-from torch_dcpx.manager.pointer import checked_step
+from torch_dcpx.manager.pointer import checked_step, refuse_users_pointer
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Stored
-from torch_dcpx.storage import root_lock
-from torch_dcpx.storage.save_lock import is_at_locks
+from torch_dcpx.storage import root_lock, save_lock
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -126,15 +125,18 @@ class Retention:
         It waits for a run that may be removing the checkpoint there.
 
         Raises, and reserves nothing:
-            UnsupportedError: a link or a pinned checkpoint lies there.
+            UnsupportedError: a link or a pinned checkpoint lies there, or the user's own under the
+                name of the pointer.
             ConcurrentSaveError: the run does not end, or this is a signal's handler within it.
         """
         self._saves.append(tag)
+        save_lock.managed.append(str(self._root.path / tag))
         try:
+            refuse_users_pointer(self._root.path)
             if self._root.files.is_there(tag, "save"):
                 doing = f"save '{self._root.path / tag}'"
                 # A run sees the reserved tag before each removal.
-                with nullcontext() if is_at_locks() else self._one_run(doing):
+                with nullcontext() if save_lock.is_at_locks() else self._one_run(doing):
                     self._refuse_going(tag)
                 self.refuse_pinned(tag, "save")
         except BaseException:
@@ -160,6 +162,7 @@ class Retention:
         """Ends one `reserve` of a tag: its save has ended, well or not."""
         with suppress(ValueError):  # this rank may have reserved none
             self._saves.remove(tag)
+            save_lock.managed.remove(str(self._root.path / tag))
 
     def _refuse_going(self, tag: str) -> None:
         """Raises ConcurrentSaveError in a signal's handler that has interrupted a removal there."""
@@ -199,7 +202,7 @@ class Retention:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        if self._run_guard.is_own or is_at_locks():
+        if self._run_guard.is_own or save_lock.is_at_locks():
             return
         thread.join(min(seconds, threading.TIMEOUT_MAX))
         if thread.is_alive():

@@ -20,7 +20,7 @@ from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import DcpxError, OutcomeUnknownError, StorageError, must_be
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.newest import Runs, doubts, new_run, ranked, to_ask
-from torch_dcpx.manager.pointer import Pointer
+from torch_dcpx.manager.pointer import Pointer, refuse_users_pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -136,6 +136,7 @@ class ManagerRoot:
             if damaged != (self.files.read() or Pointer()).damaged:
                 with nullcontext() if self.files.is_conditional else self.held(0.0), self._own():
                     found = self.files.read() or Pointer()
+                    refuse_users_pointer(self.path)
                     self.files.write(found._replace(damaged=damaged))
         except DcpxError as error:
             text = "later jobs are not told what is damaged beneath '%s': %s"
@@ -384,6 +385,7 @@ class ManagerRoot:
 
     def _write(self, ended: str = "") -> None:
         number = None
+        refuse_users_pointer(self.path)
         while number != self._writes:  # a signal's handler may have written a later one meanwhile
             number = self._writes = self._writes + 1
             committing = tuple(tag for tag in self._committing if tag != ended)

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id
 
 _FORMAT = 1
+_INODE = "inode:"  # at the beginning of `identity_of` of a directory
 _OVER = frozenset("ZX")  # states of a process that holds nothing any more
 
 
@@ -80,6 +81,11 @@ class Holder(NamedTuple):
     def _is_of_this_boot(self) -> bool:
         return self.boot == boot_id() != UNKNOWN_BOOT
 
+    def is_of(self, root: str) -> bool:
+        """Whether its root is this one, perhaps by another mount: its inode, or the store's URL."""
+        ours, _, _ = root.partition("@") if root.startswith(_INODE) else (root, "", "")
+        return self.root == root or (ours != root and self.root.startswith(f"{ours}@"))
+
     def fate(self, is_locked: bool | None, root: str) -> Literal["alive", "gone", "unknown"]:
         """Returns what can be proved of the process, as a holder of a root.
 
@@ -87,13 +93,18 @@ class Holder(NamedTuple):
             is_locked: whether somebody has a flock on the record; None: not known.
             root: by its `identity_of`.
         """
-        # Another machine may know this very root by another number: who lives there renews.
-        if self.root != root and self._is_of_this_boot:
-            return "gone"
+        if not self._is_of_this_boot:
+            return "unknown"  # it may know this very root by another number; who lives renews
+        if self.has_flock and is_locked:
+            return "alive"
+        if not self.is_of(root):
+            return "gone"  # a copy
+        # A mount of a file system without an id may not show the flocks of another one.
+        is_one_mount = self.root == root and not root.endswith("@0")
+        if self.has_flock and is_locked is False and is_one_mount:
+            return "gone"  # its pid may live on behind an exec
         if self._is_near:
             return "alive" if _is_running(self.pid, self.start) else "gone"
-        if self._is_of_this_boot and self.has_flock and is_locked is not None:  # a container
-            return "alive" if is_locked else "gone"
         return "unknown"
 
 

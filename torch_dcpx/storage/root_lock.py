@@ -40,6 +40,7 @@ _held: dict[object, _Held] = {}  # by the roots' keys
 _over: list[_Held] = []  # given back, and not told so yet: their threads do it
 _tokens: set[str] = set()  # of this process: held, or about to be
 _taking: set[tuple[object, int]] = set()  # roots, and the threads that wait for them
+_watches: dict[object, _Watch] = {}  # the last ones that ended in vain
 
 
 def _now_s() -> float:
@@ -181,6 +182,7 @@ class RootLock:
         try:
             watch = _Watch(record, Deadline(min(timeout_s, _LIMIT_S)))
             while not self._shares(record.key):
+                _watches[record.key] = watch
                 seen = watch.free()
                 if seen is not None:
                     self._take(record, seen)
@@ -213,6 +215,7 @@ class RootLock:
             if taken is None:
                 _tokens.discard(holder.token)
         if taken is not None:
+            _watches.pop(record.key, None)
             held = _Held(record, taken, began_s)
             with _guard.held():
                 _held[record.key] = held
@@ -283,14 +286,16 @@ def _forget(key: object, held: _Held) -> None:
 
 
 class _Watch:
-    """Watches the holder of a root until it is gone."""
+    """Watches the holder of a root until it is gone, and goes on where the watch before ended."""
+
+    _state, _silent_s = object(), 0.0  # of a first watch
 
     def __init__(self, record: RootRecord, deadline: Deadline) -> None:
         self._record, self._deadline = record, deadline
-        self._state: object = None
-        self._since = deadline.anew()  # the last renewal that was seen
+        before = _watches.get(record.key, self)
+        self._state, self._silent_s = before._state, before._silent_s  # as far as it was watched
         self._looked = deadline.anew()
-        self._renewals = -1
+        self._renewals = -1 if before is self else 0
         self._has_logged = False
 
     def free(self) -> Seen | None:
@@ -302,23 +307,21 @@ class _Watch:
         holder = seen.holder
         if seen.version is None or (holder is not None and holder.is_over):
             return seen
-        if self._renewals < 0 or seen.state != self._state:
-            self._state, self._since = seen.state, self._deadline.anew()
+        if seen.state != self._state:
+            self._state, self._silent_s = seen.state, 0.0
             self._renewals += 1
         elif self._looked.waited_s > max(_RENEW_S, 2 * self._record.pause_s):
-            self._since = self._deadline.anew()  # stopped itself, it has missed renewals
+            self._silent_s = 0.0  # stopped itself, it has missed renewals
+        else:
+            self._silent_s += self._looked.waited_s
         self._looked = self._deadline.anew()
         fate = "unknown" if holder is None else _fate(holder, seen.is_locked, self._record)
         if fate == "gone":
             return seen
         owner = "unknown" if holder is None else str(holder)
-        if fate == "unknown" and self._since.waited_s >= _GONE_S:
-            logger.warning(
-                "save beneath '%s': taken from %s, which gave no sign for %.0f s",
-                self._record.path,
-                owner,
-                self._since.waited_s,
-            )
+        if fate == "unknown" and self._silent_s >= _GONE_S:
+            text = "save beneath '%s': taken from %s, which gave no sign for %.0f s"
+            logger.warning(text, self._record.path, owner, self._silent_s)
             return seen
         is_own = holder is not None and holder.is_this_process  # a thread has just taken it
         is_alive = not is_own and (fate == "alive" or self._renewals > 1)
@@ -336,7 +339,7 @@ class _Watch:
         more = ""
         if _ENDING_S < timeout_s < _GONE_S + 2 * self._record.pause_s:
             more = f"; one that gives no sign is taken for gone after {_GONE_S:.0f} s, and "
-            more += f"save_timeout_s lets this save wait for {timeout_s:.0f} s"
+            more += f"save_timeout_s lets this save wait for {timeout_s:.0f} s; the next goes on"
         return ConcurrentSaveError(
             f"save beneath '{path}': another job's manager saves there ({owner}); after "
             f"{self._deadline.waited_s:.0f} s it has not ended: end that job, or close its "
@@ -348,7 +351,7 @@ class _Watch:
 
 
 def _fate(holder: Holder, is_locked: bool | None, record: RootRecord) -> str:
-    if holder.root == record.identity and holder.is_this_process:
+    if holder.is_of(record.identity) and holder.is_this_process:
         return "alive" if holder.token in _tokens else "gone"  # about to enter it in the table
     return holder.fate(is_locked, record.identity)
 

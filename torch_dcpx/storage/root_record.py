@@ -82,7 +82,8 @@ class RootRecord(Protocol):
 
     def put(self, holder: Holder) -> bool:
         """Writes the holder's record anew. Returns False where it is another one's by now, or
-        gone. Raises: StorageError.
+        gone: its end is told even so where the record was moved with its root. Raises:
+        StorageError.
         """
         ...
 
@@ -117,8 +118,11 @@ class FileRecord:
             try:
                 with directory.open_regular(name) as file:
                     content = file.part(0, min(file.nbytes, _MAX_BYTES))
-                    state = content, os.fstat(file.fd).st_mtime_ns
-                    return Seen(number, Holder.decoded(content), state, _is_locked(file.fd))
+                    status = os.fstat(file.fd)
+                    # A record with two names (hard links) may be locked in another root.
+                    is_locked = _is_locked(file.fd) if status.st_nlink == 1 else None
+                    state = content, status.st_mtime_ns
+                    return Seen(number, Holder.decoded(content), state, is_locked)
             except CorruptionError:  # no file, or it was cut meanwhile
                 return Seen(number)
             except StorageError as error:
@@ -167,6 +171,13 @@ class FileRecord:
         return holder
 
     def put(self, holder: Holder) -> bool:
+        is_there = self._put(holder)
+        if not is_there and holder.is_over and self._fd >= 0:  # its root may have been renamed
+            with storage_errors("write", self.path / root_lock_name(self._number)):
+                _overwrite(self._fd, holder.encoded())
+        return is_there
+
+    def _put(self, holder: Holder) -> bool:
         name = root_lock_name(self._number)
         try:
             with Directory(self.path) as directory:

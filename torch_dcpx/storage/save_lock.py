@@ -6,7 +6,8 @@ save that is over without a word to its writer (running_save.py).
 
 The file's record names the save that took the lock; a save that ends well empties it. So the next
 save knows whether it finds leftovers of a save of this machine, which did not end, or files of a
-save on another machine, which may be running where locks do not reach: those it leaves alone.
+save on another machine, which may be running where locks do not reach: those it leaves alone. A
+manager's record names the directory, too: under another name it is a user's copy, or was renamed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import stat
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote, unquote
 
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
@@ -41,6 +43,8 @@ _Key = tuple[int, int]  # (st_dev, st_ino)
 _held: dict[_Key, dict[int, weakref.ref[SaveLock]]] = {}  # by descriptor; several if shared
 _guard = Guard()
 _warned: set[int] = set()  # devices without locks that were named once
+_NAME = "name="  # in a record, before the directory's name
+managed: list[str] = []  # paths to which managers save, or which they remove
 
 
 def is_at_locks() -> bool:
@@ -89,11 +93,23 @@ def saves_elsewhere(directory: Directory, name: str) -> list[str]:
 
     Takes no lock and changes nothing. Raises: StorageError.
     """
+    return _elsewhere(_read(directory, name))
+
+
+def noted_names(directory: Directory, name: str) -> set[str]:
+    """Returns the names that the directory had as managers took the lock and did not end.
+
+    Takes no lock and changes nothing. Raises: StorageError.
+    """
+    words = " ".join(_read(directory, name)).split()
+    return {unquote(word.removeprefix(_NAME)) for word in words if word.startswith(_NAME)}
+
+
+def _read(directory: Directory, name: str) -> list[str]:
     if not directory.is_regular(name):
         return []
     with directory.open_regular(name) as file:
-        record = file.part(0, min(file.nbytes, _MAX_RECORD_BYTES))
-    return _elsewhere(_lines(record))
+        return _lines(file.part(0, min(file.nbytes, _MAX_RECORD_BYTES)))
 
 
 def _lines(record: bytes) -> list[str]:
@@ -233,6 +249,8 @@ class SaveLock:
         if not self._is_writable:
             return
         own = f"host={socket.gethostname()} pid={os.getpid()} boot={boot_id()}"
+        if str(self.path.parent) in managed:
+            own += f" {_NAME}{quote(self.path.parent.name)}"
         lines = [own, *elsewhere[:_MAX_OTHERS]]
         owner = "".join(f"{line}\n" for line in lines).encode()
         try:
