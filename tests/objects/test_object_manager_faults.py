@@ -6,9 +6,11 @@ Nothing that a rule keeps is lost. When the grace is over, the next saves clean 
 
 from __future__ import annotations
 
+import errno
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
 
-from torch_dcpx import CheckpointManager, DcpxError, OutcomeUnknownError
+from torch_dcpx import CheckpointManager, DcpxError, OutcomeUnknownError, StorageError
+from torch_dcpx.storage.object_store import Bucket
 
 _TRIES = 3
 _SECRET = "hush-SUmvNzYYk6dVb3"
@@ -320,3 +323,22 @@ def test_newest_that_does_not_answer_is_not_passed_over(root: Root, kind: str, h
             assert error is not None or call is not _resume
     root.proxy.heal()
     root.assert_resumes(3)
+
+
+@pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, False), (3, True)])
+def test_record_of_a_root_is_put_again_where_the_connection_was_lost(
+    root: Root, monkeypatch: pytest.MonkeyPatch, lost: int, *, is_told: bool
+) -> None:
+    root.reset(root.base())
+    stock, left = Bucket.put_if, [None] * lost
+
+    def put_if(self: Bucket, key: str, *arguments: Any) -> None:
+        if key.endswith("/.dcpx.root") and left:
+            left.pop()
+            raise StorageError("put: the connection is lost", errno=errno.EIO)
+        stock(self, key, *arguments)
+
+    monkeypatch.setattr(Bucket, "put_if", put_if)
+    error = error_of(partial(_delete_newest, manager_of(root.url)))
+    assert (error is not None) == is_told and not left
+    root.assert_resumes(3 if is_told else 2)

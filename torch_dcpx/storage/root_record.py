@@ -28,6 +28,7 @@ logger = logging.getLogger("torch_dcpx")
 _MAX_BYTES = 4096
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _TRIES = 20  # of a flock that somebody holds to look at it
+_SENDS = 3  # of a conditional PUT whose answer was lost
 _PAUSE_S = 0.01
 _OTHERS = frozenset({errno.EEXIST, errno.ESTALE, errno.ENOENT})  # what was seen is no longer there
 
@@ -285,22 +286,30 @@ class ObjectRecord:
 
     def _replace(self, tag: str | None, holder: Holder) -> bool:
         """Puts a record in place of the one with this tag. Returns whether it is there now."""
+        for tries_left in reversed(range(_SENDS)):  # obstore repeats no conditional PUT
+            try:
+                self._send(tag, holder)
+            except StorageError as error:  # a try whose answer was lost may have done it
+                seen = self.look()
+                if seen.holder is not None and seen.holder.token == holder.token:
+                    return True
+                if error.errno in _OTHERS:
+                    return False
+                if error.errno != errno.EIO or seen.version != tag or not tries_left:
+                    raise
+                time.sleep(_PAUSE_S)
+            else:
+                break
+        return True
+
+    def _send(self, tag: str | None, holder: Holder) -> None:
         place = ObjectPlace(self.path)
         key = place.key(ROOT_LOCK_NAME)
-        try:
-            if self._is_conditional:
-                place.bucket.check_conditional(self.path.key)
-                place.bucket.put_if(key, [holder.encoded()], tag)
-            else:
-                place.bucket.put_again(key, holder.encoded())
-        except StorageError as error:  # a try whose answer was lost may have done it
-            found = self.look().holder
-            if found is not None and found.token == holder.token:
-                return True
-            if error.errno not in _OTHERS:
-                raise
-            return False
-        return True
+        if self._is_conditional:
+            place.bucket.check_conditional(self.path.key)
+            place.bucket.put_if(key, [holder.encoded()], tag)
+        else:
+            place.bucket.put_again(key, holder.encoded())
 
     def close(self) -> None:
         pass
