@@ -158,3 +158,9 @@ def test_user_files_in_a_folder_stay_when_it_is_saved_again(
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:
     check_page("accelerate", tmp_path)
+
+
+def test_limit_counts_only_what_is_ours(tmp_path: Path) -> None:
+    framework = Framework("accelerate", tmp_path)
+    worker = str(ROOT / "tests/frameworks/rotation_worker.py")
+    framework.run([str(framework.bin / "python"), worker, "accelerate"], hook=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.adapter_cases import AdapterCases
 from support.folder_cases import FolderCases, check_parts, folders_in, options_of_bash
-from support.frameworks import WITNESS, Framework, check_page
+from support.frameworks import ROOT, WITNESS, Framework, check_page
 from support.resume_cases import ResumeCases, Trained, losses_after
 
 
@@ -129,3 +129,9 @@ def test_what_it_cannot_save_is_refused(framework: Framework, tmp_path: Path, se
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:
     check_page("trainer", tmp_path)
+
+
+def test_limit_counts_only_what_is_ours(tmp_path: Path) -> None:
+    framework = Framework("trainer", tmp_path)
+    worker = str(ROOT / "tests/frameworks/rotation_worker.py")
+    framework.run([str(framework.bin / "python"), worker, "trainer"], hook=False)

@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.folders import save_folder
@@ -76,45 +75,3 @@ def test_error_of_the_look_for_older_ones_fails_no_save(tmp_path: Path) -> None:
 
     save_folder(tmp_path / "a", 1.0, condemned=condemned)
     assert (tmp_path / "a").is_dir()
-
-
-def test_trainer_that_has_gone_back_keeps_what_it_has_published(folders: list[Path]) -> None:
-    pytest.importorskip("transformers")
-    from torch_dcpx.integrations import trainer
-
-    root = folders[0].parent
-    shutil.copytree(folders[0], root / "checkpoint-99999")
-    (root / "checkpoint-notes").mkdir()
-    assert trainer._condemned(root, 1, [folders[1]]) == [folders[0], folders[2]]
-    assert trainer._condemned(root, None, [folders[1]]) == []
-
-
-def test_accelerate_tells_of_a_copy_that_has_the_highest_number(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("accelerate")
-    from torch_dcpx.integrations.accelerate import DcpxAccelerator
-
-    class Accelerator(DcpxAccelerator):
-        project_dir = str(tmp_path)
-        project_configuration = SimpleNamespace(automatic_checkpoint_naming=True, total_limit=1)
-        _models = _optimizers = ()
-
-        def __init__(self) -> None:
-            """Makes no state of accelerate."""
-
-    for number in (1, 2, 3):
-        folder = tmp_path / "checkpoints" / f"checkpoint_{number}"
-        save_folder(folder, 1.0, files=("random_states_0.pkl",))
-    accelerator = Accelerator()
-    assert accelerator._newest() == 3
-    assert not caplog.records
-    shutil.copytree(folder, folder.with_name("checkpoint_100"))
-    assert [path.name for path in accelerator._condemned("checkpoint_2")] == [
-        "checkpoint_1",
-        "checkpoint_3",
-    ]
-    assert accelerator._newest() == 100
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert "checkpoint_100' has the highest number" in told
-    assert f"'{folder}'" in told

@@ -47,10 +47,7 @@ _DICTS: dict[str, Any] = {
     "defaultdict": defaultdict,
     **{name: lambda made=made: defaultdict(made) for name, made in _FACTORIES.items()},
 }
-_TENSORS: dict[str, Any] = {
-    "Tensor": torch.Tensor.requires_grad_,
-    "Parameter": torch.nn.Parameter,
-}
+_TENSORS = frozenset(kind.__name__ for kind in PLAIN_CLASSES)
 Path = tuple[str | int, ...]
 
 
@@ -81,9 +78,11 @@ class TensorKind(NamedTuple):
         if self.cls not in _TENSORS or sorted(order) != list(range(len(sizes))):  # forged
             raise ValueError(f"a {self.cls} of {len(sizes)} dimensions in the order {self.order}")
         made = torch.empty([sizes[dim] for dim in order], dtype=dtype, device=device)
-        made = made.permute([order.index(dim) for dim in range(len(sizes))])
-        finished: torch.Tensor = _TENSORS[self.cls](made, self.has_grad)
-        return finished
+        if self.order is not None:
+            made = made.permute([order.index(dim) for dim in range(len(sizes))])
+        if self.cls != "Tensor":
+            made = torch.nn.Parameter(made, requires_grad=False)
+        return made.requires_grad_() if self.has_grad else made
 
 
 class Record(NamedTuple):

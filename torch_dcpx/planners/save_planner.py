@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -241,7 +242,8 @@ class DcpxSavePlanner(DefaultSavePlanner):
                 elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
                     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
                         continue  # this rank is no part of its mesh
-                    if isinstance(value, torch.Tensor) and value.is_nested:  # jagged
+                    is_sharded = isinstance(value, ShardedTensor)  # which has no `is_nested`
+                    if isinstance(value, torch.Tensor) and not is_sharded and value.is_nested:
                         refuse_opaque(fqn, value)
                     rows.append(stock_write_items(fqn, value))
                     whole.add(fqn)
