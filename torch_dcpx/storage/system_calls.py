@@ -112,7 +112,8 @@ def refuse_lost_link(path: Path) -> None:
         path: missing; itself or one above it may be the link.
     """
     place = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-    if place.is_symlink() and not os.path.exists(place):  # noqa: PTH110 - raises nothing
+    # These raise nothing: the next call does.
+    if os.path.islink(place) and not os.path.exists(place):  # noqa: PTH110, PTH114
         problem = f"'{place}' is a link to '{os.path.realpath(place)}', where nothing is"
         raise StorageError(
             f"look into '{path}': {problem}; is a disk not mounted?",
