@@ -1,4 +1,4 @@
-"""What `Optimizer.load_state_dict` makes otherwise than it was given, put back as it was.
+"""Puts back what `Optimizer.load_state_dict` makes otherwise than it was given.
 
 It casts states to the dtypes of their parameters, and makes iterables anew: texts are the repr of a
 generator then, and a deque has no `maxlen`. An optimizer may hand its loads to one within it, whose

@@ -357,7 +357,7 @@ def _refuse_strays(optimizer: torch.optim.Optimizer, error: KeyError) -> None:
 
 
 class _Shown:
-    """What DCP's functions see of an optimizer: they step one that has no state."""
+    """Stands for an optimizer before DCP's functions, which step one that has no state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, own: Mapping[str, Any] | None = None):
         self.state = {"is": "there"}

@@ -34,7 +34,7 @@ _OTHERS = frozenset({errno.EEXIST, errno.ESTALE, errno.ENOENT})  # what was seen
 
 
 class Seen(NamedTuple):
-    """What a look at a record has found."""
+    """A look at a record has found this."""
 
     version: Any = None  # for `take`; None: there is no record
     holder: Holder | None = None  # None: nobody knows
