@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
+from torch_dcpx._text import human_bytes
 from torch_dcpx._trace_files import write_trace
 from torch_dcpx.timelines import Phase, Timeline
 
@@ -118,12 +119,12 @@ class WriteReport(_Traced):
         """Returns it as a line for people."""
         phases = _phases(self, "prepare", "copy", "write", "fsync", "commit")
         counts = f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
-        return f"{_decimal(self.file_bytes)} in {phases}; {counts}"
+        return f"{human_bytes(self.file_bytes)} in {phases}; {counts}"
 
 
 def saved_line(report: WriteReport, path: str, ranks: int, file_bytes: int) -> str:
     """Returns the log's line of a save: the report, and the file bytes of all ranks if several."""
-    all_ranks = f"{_decimal(file_bytes)} by {ranks} ranks; " if ranks > 1 else ""
+    all_ranks = f"{human_bytes(file_bytes)} by {ranks} ranks; " if ranks > 1 else ""
     return f"saved '{path}': {all_ranks}{report.summary()}"
 
 
@@ -149,7 +150,7 @@ def duration(seconds: float) -> str:
 def saved_in_root_line(what: str, root: str, ranks: int, file_bytes: int, seconds: float) -> str:
     """Returns the log's line of a manager's save."""
     by = _counted(ranks, "rank")
-    return f"saved {what} in '{root}': {_decimal(file_bytes)} by {by} in {seconds:.3g} s"
+    return f"saved {what} in '{root}': {human_bytes(file_bytes)} by {by} in {seconds:.3g} s"
 
 
 def resumed_line(what: str, root: str, age_s: float | None, ranks: int | None, now: int) -> str:
@@ -166,14 +167,6 @@ def resumed_line(what: str, root: str, age_s: float | None, ranks: int | None, n
     how = f", {how}" if saved or by else ""
     since = "" if now == ranks else f"; {_counted(now, 'rank')} now"
     return f"resumed {what} of '{root}'{how}{since}"
-
-
-def _decimal(nbytes: int) -> str:
-    """Returns bytes with a decimal unit, as the storage's makers count."""
-    for exponent, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
-        if nbytes >= 10**exponent:
-            return f"{nbytes / 10**exponent:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 @dataclass(frozen=True)
@@ -230,8 +223,8 @@ class ReadReport(_Traced):
     def summary(self) -> str:
         """Returns it as a line for people."""
         phases = _phases(self, "metadata", "prepare", "read", "verify", "copy", "finish")
-        counts = f"{_counted(self.items, 'item')}, {_decimal(self.read_bytes)} read on this rank"
-        return f"{_decimal(self.needed_bytes)} in {phases}; {counts}"
+        counts = f"{_counted(self.items, 'item')}, {human_bytes(self.read_bytes)} read on this rank"
+        return f"{human_bytes(self.needed_bytes)} in {phases}; {counts}"
 
 
 def loaded_line(report: ReadReport, path: str) -> str:
@@ -267,7 +260,7 @@ class SaveReport(_Traced):
     def summary(self) -> str:
         """Returns it as a line for people."""
         by = _counted(self.ranks, "rank")
-        return f"{_decimal(self.file_bytes)} by {by} in {self.total_s:.3g} s"
+        return f"{human_bytes(self.file_bytes)} by {by} in {self.total_s:.3g} s"
 
 
 @dataclass(frozen=True)

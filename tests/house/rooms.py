@@ -53,8 +53,12 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners", "checkpoint", "integrity", "artifacts", "manager",
     },
+    "views": {
+        "storage", "tensors", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts",
+    },
     "cli": {
         "storage", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts", "hook",
+        "views",
     },
 }  # fmt: skip
 

@@ -180,7 +180,7 @@ def test_click_goes_into_a_module_and_back(page: Any, samples: Path, way: str) -
 def test_pointer_on_a_box_shows_its_bytes(page: Any, samples: Path) -> None:
     opened(page, samples / "inspect.html")
     text = tooltip_at(page, ".modules", 0.1, 0.3)
-    assert "KiB" in text and "%" in text and "float32 [" in text, text
+    assert "kB" in text and "%" in text and "float32 [" in text, text
 
 
 def test_search_shows_where_a_tensor_lies(page: Any, samples: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcpx._text import counted, printable
+from torch_dcpx._text import counted, human_bytes, printable
 from torch_dcpx.artifacts.opened import LazyTensor, OpenCheckpoint, open_checkpoint
 from torch_dcpx.artifacts.rows import slabs
-from torch_dcpx.cli.output import FINE, UNSOUND, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.errors import UnsafePickleError, UnsupportedError
 from torch_dcpx.integrity.contents import open_contents, read_commit

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, human_bytes
 from torch_dcpx._version import __version__
-from torch_dcpx.cli.output import CANNOT, FINE, human_bytes, put_json, put_table
+from torch_dcpx.cli.output import CANNOT, FINE, put_json, put_table
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.hook.settings import AUTOLOAD, INSTALL, is_asked, is_autoload_off
 from torch_dcpx.storage.directory import Directory, storage_error

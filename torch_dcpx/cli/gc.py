@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.listing import checkpoints_at
-from torch_dcpx.cli.output import FINE, exit_code, human_bytes, put_json, put_lines, put_table
+from torch_dcpx.cli.output import FINE, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
 from torch_dcpx.storage.object_url import Location, ObjectUrl

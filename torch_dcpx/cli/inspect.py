@@ -16,12 +16,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx._gc import paused_gc
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import (
     FINE,
     UNSOUND,
-    human_bytes,
     put_json,
     put_lines,
     put_problem,

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.inspect import described, described_in
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
     UNSOUND,
-    human_bytes,
     is_of_checkpoint,
     put_json,
     put_lines,

@@ -166,12 +166,3 @@ def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, in
     with progress.Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(printable(what), total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
-
-
-def human_bytes(nbytes: float) -> str:
-    """Returns `1.5 GiB` for 1610612736."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            break
-        nbytes /= 1024
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

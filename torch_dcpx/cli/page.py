@@ -15,7 +15,8 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-from torch_dcpx.cli.output import human_bytes, put_lines
+from torch_dcpx._text import human_bytes
+from torch_dcpx.cli.output import put_lines
 from torch_dcpx.errors import OptionError
 from torch_dcpx.storage.directory import storage_errors
 from torch_dcpx.storage.place import PosixPlace

@@ -26,10 +26,10 @@ function nameText(name) {
 }
 
 function bytesText(nbytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const units = ["B", "kB", "MB", "GB", "TB"];
   let at = 0;
-  while (Math.abs(nbytes) >= 1024 && at < 4) [nbytes, at] = [nbytes / 1024, at + 1];
-  return at === 0 ? `${nbytes} B` : `${nbytes.toFixed(1)} ${units[at]}`;
+  while (Math.abs(nbytes) >= 1000 && at < 4) [nbytes, at] = [nbytes / 1000, at + 1];
+  return at === 0 ? `${nbytes} B` : `${nbytes.toFixed(2)} ${units[at]}`;
 }
 
 const countText = (count) => count.toLocaleString("en");

@@ -1,0 +1,72 @@
+"""How the results of `ls`, `inspect`, `diff` and `stats` are shown: as a text, or in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch_dcpx._text import counted, printable
+
+_MOST_ROWS = 20  # of a text; a notebook shows five times as many
+
+
+class Table(NamedTuple):
+    """The rows of a result."""
+
+    columns: Sequence[str]  # those that begin with '#' are numbers
+    rows: Sequence[Sequence[Any]]
+
+
+class Shown:
+    """Gives a result `__str__` and `_repr_html_`, from its head and its table."""
+
+    def head(self) -> str:
+        """Returns the result in one line."""
+        raise NotImplementedError
+
+    def table(self) -> Table:
+        """Returns the rows, all of them."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        found = self.table()
+        lines = [printable(self.head())]
+        if found.rows:
+            names = [name.lstrip("#") for name in found.columns]
+            shown = [names, *_texts(islice(found.rows, _MOST_ROWS))]
+            widths = [max(len(row[at]) for row in shown) for at in range(len(names))]
+            for row in shown:
+                cells = [
+                    text.rjust(width) if name[0] == "#" else text.ljust(width)
+                    for text, width, name in zip(row, widths, found.columns, strict=True)
+                ]
+                lines.append("  ".join(cells).rstrip())
+        left = len(found.rows) - _MOST_ROWS
+        if left > 0:
+            lines.append(f"and {counted(left, 'row')} more")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        found = self.table()
+        most = 5 * _MOST_ROWS
+        align = ["right" if name[0] == "#" else "left" for name in found.columns]
+
+        def row_of(tag: str, texts: Sequence[str]) -> str:
+            cells = (
+                f'<{tag} style="text-align:{side}">{escape(text)}</{tag}>'
+                for side, text in zip(align, texts, strict=True)
+            )
+            return f"<tr>{''.join(cells)}</tr>"
+
+        rows = "".join(row_of("td", row) for row in _texts(islice(found.rows, most)))
+        left = len(found.rows) - most
+        more = f"<p>and {counted(left, 'row')} more</p>" if left > 0 else ""
+        names = row_of("th", [name.lstrip("#") for name in found.columns])
+        body = f"<table><thead>{names}</thead><tbody>{rows}</tbody></table>" if rows else ""
+        return f"<p>{escape(printable(self.head()))}</p>{body}{more}"
+
+
+def _texts(rows: Iterable[Sequence[Any]]) -> list[list[str]]:
+    return [[printable(value) for value in row] for row in rows]
