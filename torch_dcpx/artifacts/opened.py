@@ -5,9 +5,7 @@ Each process opens and reads for itself; no rank waits for another one.
 
 from __future__ import annotations
 
-import fnmatch
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_dcpx._arguments import check_options, checked_int
+from torch_dcpx._globs import chosen_names, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
@@ -186,19 +185,12 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         globs = [keys] if isinstance(keys, str) else keys
         if not isinstance(globs, Iterable) or isinstance(globs, (bytes, Mapping)):
             raise must_be("keys", keys, "None, a name or glob, or several of them")
-        chosen: set[str] = set()
-        for glob in globs:
-            if not isinstance(glob, str):
-                raise must_be("keys", keys, "None, a name or glob, or several of them")
-            if glob in self._reads.tensors:
-                chosen.add(glob)
-                continue
-            match = re.compile(fnmatch.translate(glob)).match
-            found = {name for name in self._reads.tensors if match(name)}
-            if not found:
-                raise self._unknown(glob)
-            chosen |= found
-        return [name for name in self._reads.tensors if name in chosen]
+        globs = tuple(globs)
+        if not all(isinstance(glob, str) for glob in globs):
+            raise must_be("keys", keys, "None, a name or glob, or several of them")
+        for glob in unmatched(self._reads.tensors, globs):
+            raise self._unknown(glob)
+        return chosen_names(self._reads.tensors, globs)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -8,10 +8,8 @@ one before, into memory that it uses again.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import add, sub
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
+from torch_dcpx._globs import chosen_names, unmatched
 from torch_dcpx._hooks import takes_in_any_order
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.files import slots_within
@@ -82,18 +81,13 @@ def selected(
     """Returns the chosen entries, and the prefix that their names lose. Raises: PlanError."""
     if keys is None:
         return {name: one for name, one in entries.items() if name.startswith(part)}, part
-    chosen: dict[str, Entry] = {}
-    for glob in keys:
-        match = re.compile(fnmatch.translate(glob)).match
-        found = {name: one for name, one in entries.items() if match(name)}
-        if not found:
-            near = difflib.get_close_matches(glob, list(entries)[:1000], 3) or list(entries)[:3]
-            raise PlanError(
-                f"keys: nothing is named {glob!r} among {counted(len(entries), 'name')}, such as "
-                f"{', '.join(map(repr, near))}"
-            )
-        chosen |= found
-    return {name: one for name, one in entries.items() if name in chosen}, ""
+    for glob in unmatched(entries, keys):
+        near = difflib.get_close_matches(glob, list(entries)[:1000], 3) or list(entries)[:3]
+        raise PlanError(
+            f"keys: nothing is named {glob!r} among {counted(len(entries), 'name')}, such as "
+            f"{', '.join(map(repr, near))}"
+        )
+    return {name: entries[name] for name in chosen_names(entries, keys)}, ""
 
 
 class LiveSource:

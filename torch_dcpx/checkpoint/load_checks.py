@@ -8,8 +8,6 @@ are near to missing ones.
 from __future__ import annotations
 
 import difflib
-import fnmatch
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_dcpx._arguments import check_bool, check_choice, checked_globs
 from torch_dcpx._compat import dtype_name, wanted_sizes
+from torch_dcpx._globs import Patterns
 from torch_dcpx._text import counted
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
@@ -46,6 +45,7 @@ class LoadRules(NamedTuple):
     call: str = "load"  # whose arguments a message names
     # Raises for names that no rank asks for, of all stored ones. None: nobody need ask.
     check_left: Callable[[Sequence[str], Collection[str]], None] | None = None
+    learn: Callable[[Collection[str]], None] = lambda _: None  # names, which then are no globs
 
     @classmethod
     def of(cls, strict: Any, allow_missing: Any, cast: Any, call: str = "load") -> LoadRules:
@@ -53,8 +53,8 @@ class LoadRules(NamedTuple):
         check_bool("strict", strict)
         check_choice("cast", cast, ("error", "allow"))
         globs = checked_globs("allow_missing", allow_missing, "['head.*']")
-        any_of = "|".join(map(fnmatch.translate, globs)) or "(?!)"
-        return cls(strict, re.compile(any_of).match, cast == "allow", globs, call)
+        patterns = Patterns(globs)
+        return cls(strict, patterns, cast == "allow", globs, call, learn=patterns.learn)
 
 
 class Differences(NamedTuple):
@@ -103,6 +103,7 @@ def compare(
     Raises:
         UnsupportedError: a nested tensor without sizes.
     """
+    rules.learn(state)
     missing, shapes, dtypes, kinds = [], [], [], []
     outline = outline_of(stored)
     asked = unlike_names(state, stored, has_dtypes=is_dtype_known) if sources is None else state

@@ -143,6 +143,7 @@ class RankLoad:
             self.state[key] = value
         refuse_meta(on_meta, "the state", _WITH_MEMORY)
         metadata, is_of_all = _read_metadata(reader, rank)
+        self.rules.learn(metadata.state_dict_metadata)
         reader_args = {"rank": rank, "use_collectives": is_of_all}
         if not takes(reader.set_up_storage_reader, "kwargs"):
             reader_args = {}

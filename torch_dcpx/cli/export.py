@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from torch_dcpx._compat import DTYPES
+from torch_dcpx._globs import chosen_names, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.export import export
 from torch_dcpx.artifacts.opened import open_checkpoint
@@ -130,10 +130,9 @@ def _to_checkpoint(
     """Saves tensors and objects of files as a checkpoint. All of them are in memory meanwhile."""
     with open_checkpoint(source) as opened:
         names = [*opened, *opened.objects]
-        for glob in keys:
-            if not any(fnmatch.fnmatchcase(name, glob) for name in names):
-                opened.select(glob)  # raises UnknownNameError
-        chosen = [one for one in names if _fits(one, keys)]
+        for glob in unmatched(names, keys):
+            opened.select(glob)  # raises UnknownNameError
+        chosen = chosen_names(names, keys) if keys else names
         if not chosen:
             raise PlanError(f"export: '{source}' holds nothing to export; nothing was written")
         state: dict[str, Any] = dict(opened.load_tensors([one for one in chosen if one in opened]))
@@ -144,7 +143,3 @@ def _to_checkpoint(
         state |= {name: opened.objects[name] for name in chosen if name not in opened}
     save(state, os.fspath(dest), no_dist=True)
     return {"path": dest, "tensors": tensors, "objects": len(state) - tensors, "left_out": []}
-
-
-def _fits(name: str, keys: Sequence[str]) -> bool:
-    return not keys or any(fnmatch.fnmatchcase(name, glob) for glob in keys)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fnmatch
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx._gc import paused_gc
+from torch_dcpx._globs import chosen_names
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import (
@@ -212,12 +211,19 @@ def described_in(place: Place, look: Look, keys: Sequence[str] = ()) -> list[Des
             errno=errno.ENOENT,
             path=str(place.path / METADATA_NAME),
         )
-    return [_described(place, look, name, keys) for name in commits]
+    found = [_described(place, look, name) for name in commits]
+    if not keys:
+        return found
+    names = [one.metadata.state_dict_metadata for one in found]  # each rank's, where it saved alone
+    return [
+        one._replace(fqns=chosen_names(own, keys, *names))
+        for one, own in zip(found, names, strict=True)
+    ]
 
 
-def _described(place: Place, look: Look, name: str, keys: Sequence[str]) -> Described:
+def _described(place: Place, look: Look, name: str) -> Described:
     found = read_commit(place, name)
-    fqns = _fitting(found.metadata.state_dict_metadata, keys)
+    fqns = list(found.metadata.state_dict_metadata)
     is_exact = found.files is not None
     sizes = {
         name: FileSize(look.size(name), nbytes, is_exact)
@@ -227,13 +233,6 @@ def _described(place: Place, look: Look, name: str, keys: Sequence[str]) -> Desc
     where = str(place.path), name, written_by, found.save_id
     writer = found.writer or written_by
     return Described(*where, found.metadata, fqns, sizes, writer, look.modified_s(where[1]))
-
-
-def _fitting(names: Iterable[str], keys: Sequence[str]) -> list[str]:
-    """Returns the names that one of the globs fits; all where there is none."""
-    if not keys:
-        return list(names)
-    return list(filter(re.compile("|".join(map(fnmatch.translate, keys))).match, names))
 
 
 def _described_artifact(contents: Contents, name: str, keys: Sequence[str]) -> Described:
@@ -247,7 +246,8 @@ def _described_artifact(contents: Contents, name: str, keys: Sequence[str]) -> D
     form = "torch.save" if name.endswith(TORCH_SUFFIXES) else "safetensors"
     where = str(contents.place.path), name, form, ""
     saved_s = contents.look.modified_s(name)
-    return Described(*where, metadata, _fitting(entries, keys), files, form, saved_s)
+    fqns = chosen_names(entries, keys) if keys else list(entries)
+    return Described(*where, metadata, fqns, files, form, saved_s)
 
 
 def _item(metadata: Metadata, fqn: str) -> Item:

@@ -72,6 +72,7 @@ class Wanted(LoadPart):
         parts, path = self.parts, str(self.chosen.path)
         record = self.chosen.record or Record(self.chosen.tag, 0, 0, 0, {}, (), ())
         self._path, self.record = path, record
+        self.loads.learn({*record.per_rank, *(f"state.{key}" for key in parts.state or ())})
         self._check_parts()
         # Each rank's own values that this call gives back; below, the ranks whose values it reads.
         given = {"user_content", *parts.per_rank, *(n for n in _SMALL if n in parts.given)}
