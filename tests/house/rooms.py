@@ -57,8 +57,8 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts",
     },
     "cli": {
-        "storage", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts", "hook",
-        "views",
+        "storage", "unpickle", "metadata", "reader", "keys", "checkpoint", "integrity", "artifacts",
+        "hook", "views",
     },
 }  # fmt: skip
 

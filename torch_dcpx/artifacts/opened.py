@@ -5,6 +5,7 @@ Each process opens and reads for itself; no rank waits for another one.
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -186,10 +187,10 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         if not isinstance(globs, Iterable) or isinstance(globs, (bytes, Mapping)):
             raise must_be("keys", keys, "None, a name or glob, or several of them")
         globs = tuple(globs)
-        if not all(isinstance(glob, str) for glob in globs):
+        if not all(isinstance(one, str) for one in globs):
             raise must_be("keys", keys, "None, a name or glob, or several of them")
-        for glob in unmatched(self._reads.tensors, globs):
-            raise self._unknown(glob)
+        for one in unmatched(self._reads.tensors, globs):
+            raise self._unknown(one)
         return chosen_names(self._reads.tensors, globs)
 
     def _check_open(self) -> None:
@@ -200,14 +201,25 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
     def _unknown(self, name: Any) -> UnknownNameError:
         """Returns the error of a name or glob that is no tensor's."""
         nearest: tuple[str, ...] = ()
+        tensors, objects = self._reads.tensors, self._reads.objects
+        beneath = [one for one in (*tensors, *objects) if one.startswith(f"{name}.")]
         if name in self.objects:
             why = "is an object: open_checkpoint(path).objects has it"
+        elif beneath:
+            nearest = tuple(beneath[:_MAX_SHOWN])
+            more = f" and {len(beneath) - _MAX_SHOWN} more" if len(beneath) > _MAX_SHOWN else ""
+            way = f"{glob.escape(str(name))}.*"
+            why = (
+                f"is no name of it, but the beginning of {counted(len(beneath), 'name')}: "
+                f"{', '.join(map(repr, nearest))}{more}; {way!r} means all of them"
+            )
         else:
-            nearest = NearNames(self._reads.tensors).nearest(name) if isinstance(name, str) else ()
-            shown = nearest or tuple(self._reads.tensors)[:_MAX_SHOWN]
+            if isinstance(name, str):
+                nearest = NearNames(tensors).nearest(name) or NearNames(objects).nearest(name)
+            shown = nearest or tuple(tensors)[:_MAX_SHOWN]
             names = ", ".join(map(repr, shown))
-            more = "" if nearest or len(shown) == len(self._reads.tensors) else ", ..."
-            held = counted(len(self._reads.tensors), "tensor")
+            more = "" if nearest or len(shown) == len(tensors) else ", ..."
+            held = counted(len(tensors), "tensor")
             lead = "did you mean" if nearest else f"it holds {held}"
             why = f"is no tensor of it, nor a glob of some; {lead}: {names}{more}"
         message = f"'{self.path}': {name!r} {why}"

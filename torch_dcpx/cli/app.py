@@ -152,10 +152,10 @@ def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> i
 @_RANK
 @command
 def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
-    """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', 'step'.
+    """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', '*.bias', 'step'.
 
-    PATH is a checkpoint, or what `export` wrote. Reads the blocks that hold these rows, and
-    executes nothing.
+    PATH is a checkpoint, or what `export` wrote. A NAME is one that is stored, else a glob. Reads
+    the blocks that hold these rows, and executes nothing.
     """
     _look(path, takes_files=True)
     from torch_dcpx.cli.cat import run_cat
