@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch_dcpx.errors import StorageError, must_be
+from torch_dcpx._replacing import Replacing
+from torch_dcpx.errors import OptionError, StorageError, must_be
 
 if TYPE_CHECKING:
     from torch_dcpx.timelines import Timeline
@@ -28,6 +28,9 @@ logger = logging.getLogger("torch_dcpx")
 
 VARIABLE = "DCPX_TRACE_DIR"
 VERSION = 1
+_BEGIN, _ABOUT = b'{"traceEvents": [', b', "otherData": {"dcpx_trace": '
+_ABOUT_WITHIN_BYTES = 64 << 10  # of the end
+_MOST_TRIES = 100
 _WORKER_SHIFT = 22  # Linux numbers threads below 2**22
 _counter = itertools.count()
 _warned: set[str] = set()  # directories that a trace could not be written to
@@ -114,31 +117,29 @@ def _seconds(phases: Iterable[Any], busy: Iterable[Any]) -> dict[str, float]:
     return {**found, **{f"worker: {kind}": work[kind] / len(workers[kind]) for kind in work}}
 
 
-def write_trace(trace: dict[str, Any], path: Any) -> None:
-    """Writes a trace to a file, whole or not at all; into a link, a device or a pipe as it is.
+def write_trace(trace: dict[str, Any], path: Any, *, overwrite: bool = False) -> None:
+    """Writes a trace to a new file, or in place of another trace, as `Replacing.put`.
     Raises OptionError, StorageError.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise must_be("path", path, "the path of a file")
     target = _local("path", os.fsdecode(path))
     try:
-        # A rename to /dev/null, which root may do, would put a file in its place.
-        if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
-            target.write_text(json.dumps(trace), "utf-8")
-            return
-        # Neither by the name, which may fill 255 bytes, nor by the pid, which containers share.
-        beside = target.with_name(f".trace.{os.urandom(8).hex()}.tmp")
-        with beside.open("x", encoding="utf-8") as file:  # a new file, behind no link
-            try:
-                json.dump(trace, file)
-                file.close()
-                beside.replace(target)
-            except BaseException:
-                beside.unlink()
-                raise
+        rule = Replacing(overwrite, _is_trace, "trace that dcpx has written")
+        rule.put(target, json.dumps(trace).encode())
+    except OptionError:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a name that no system call takes
         text = f"write the trace '{target}': {getattr(error, 'strerror', None) or error}"
         raise StorageError(text, errno=getattr(error, "errno", None), path=str(target)) from error
+
+
+def _is_trace(path: Path) -> bool:
+    """Returns whether a file begins and ends as `trace_of` makes them."""
+    with path.open("rb") as file:
+        begin = file.read(len(_BEGIN))
+        file.seek(max(0, path.stat().st_size - _ABOUT_WITHIN_BYTES))
+        return begin == _BEGIN and _ABOUT in file.read()
 
 
 def _local(name: str, text: str) -> Path:
@@ -157,7 +158,15 @@ def write_if_asked(timeline: Timeline) -> None:
     try:
         place = _local(VARIABLE, folder)
         place.mkdir(parents=True, exist_ok=True)
-        write_trace(trace_of(timeline), place / file_name(timeline))
+        trace = trace_of(timeline)
+        for left in reversed(range(_MOST_TRIES)):
+            try:
+                write_trace(trace, place / file_name(timeline))
+            except OptionError:  # a container before this one had the same host and pid
+                if left:
+                    continue
+                raise
+            return
     except Exception as error:  # noqa: BLE001 - logged; for want of memory as well
         if folder not in _warned:
             _warned.add(folder)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
+from torch_dcpx._arguments import check_bool
 from torch_dcpx._text import human_bytes
 from torch_dcpx._trace_files import write_trace
 from torch_dcpx.timelines import Phase, Timeline
@@ -43,18 +44,20 @@ class _Traced:
         """The phases of this rank so far, with their times since the epoch and their threads."""
         return self._noted.phases
 
-    def trace(self, path: str | os.PathLike[str]) -> None:
+    def trace(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Writes a Chrome trace of this rank, for ui.perfetto.dev: phases by thread, work by
         worker.
 
         Args:
-            path: a file, replaced if it is there.
+            path: a file.
+            overwrite: True replaces another trace. Default False: none is there.
 
         Raises:
-            OptionError: `path` is a URL, or begins with "~".
+            OptionError: `path` is a URL, begins with "~", or is there.
             StorageError: the file cannot be written.
         """
-        write_trace(self._noted.trace(), path)
+        check_bool("overwrite", overwrite)
+        write_trace(self._noted.trace(), path, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def test_export_replaces_what_was_there_and_nothing_else(tmp_path: Path) -> None
         {"a": torch.zeros(9), "c": torch.ones(4)},
     )
     for state, shard in ((first, 1), (second, 1), (first, "5GB"), (second, "5GB"), (first, 1)):
-        dcpx.export(state, tmp_path, max_shard_bytes=shard)
+        dcpx.export(state, tmp_path, max_shard_bytes=shard, overwrite=True)
         assert_artifact(tmp_path, state)
         count = len(list(tmp_path.iterdir())) - 2
         assert count == (3 if shard == 1 else 1)
@@ -107,10 +107,10 @@ def test_only_the_model_of_a_checkpoint_with_parts_unless_told_otherwise(tmp_pat
     state = {"model": {"w": torch.ones(3)}, "optim": {"m": torch.ones(3)}, "step": 4}
     dcpx.save(state, tmp_path / "ckpt")
     for source in (state, tmp_path / "ckpt"):
-        report = dcpx.export(source, tmp_path / "a")
+        report = dcpx.export(source, tmp_path / "a", overwrite=True)
         assert list(read_artifact(tmp_path / "a")) == ["w"]
         assert report.skipped == ("optim.m", "step")
-        dcpx.export(source, tmp_path / "b", keys=["model.*", "optim.*"])
+        dcpx.export(source, tmp_path / "b", keys=["model.*", "optim.*"], overwrite=True)
         assert sorted(read_artifact(tmp_path / "b")) == ["model.w", "optim.m"]
         with pytest.raises(dcpx.UnsupportedError, match=r"1 object: 'step'"):
             dcpx.export(source, tmp_path / "c", keys="*")
@@ -169,7 +169,7 @@ def test_any_system_call_that_fails_leaves_the_artifact_that_was_there(
     for nth in range(60):
         _C.arm_fault(nth, errno.EIO)
         try:
-            dcpx.export(new, tmp_path, max_shard_bytes=shard)
+            dcpx.export(new, tmp_path, max_shard_bytes=shard, overwrite=True)
         except dcpx.StorageError:
             failures += 1
             assert_artifact(tmp_path, old)
@@ -198,7 +198,7 @@ def test_commit_that_fails_halfway_leaves_the_artifact_that_was_there(
 
         monkeypatch.setattr(Directory, call, failing)
         with pytest.raises(dcpx.StorageError, match="it fails here"):
-            dcpx.export(new, tmp_path, max_shard_bytes=1)
+            dcpx.export(new, tmp_path, max_shard_bytes=1, overwrite=True)
         assert_artifact(tmp_path, old)
         assert len(list(tmp_path.iterdir())) == 3
 

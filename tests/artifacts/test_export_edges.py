@@ -143,14 +143,14 @@ def test_interrupt_right_after_the_last_rename_leaves_the_new_artifact(
     dcpx.export(TWO, tmp_path, max_shard_bytes=1)
     real = Directory.rename
 
-    def renamed(self: Directory, old: str, new: str) -> None:
-        real(self, old, new)
+    def renamed(self: Directory, old: str, new: str, **how: bool) -> None:
+        real(self, old, new, **how)
         if new.endswith(".json"):
             raise error
 
     monkeypatch.setattr(Directory, "rename", renamed)
     with pytest.raises((KeyboardInterrupt, dcpx.DcpxError)):
-        dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+        dcpx.export(OTHER, tmp_path, max_shard_bytes=1, overwrite=True)
     assert_artifact(tmp_path, OTHER)
 
 
@@ -163,17 +163,17 @@ def test_interrupt_at_the_rename_of_a_shard_leaves_nothing_behind(
     for has_artifact in (False, True):  # the second time there are shards under these names
         real = Directory.rename
 
-        def renamed(self: Directory, old: str, new: str, real: Any = real) -> None:
+        def renamed(self: Directory, old: str, new: str, real: Any = real, **how: bool) -> None:
             is_last = f"-0000{shard}-of-" in new
             if is_made or not is_last:
-                real(self, old, new)
+                real(self, old, new, **how)
             if is_last:
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
             patch.setattr(Directory, "rename", renamed)
             with pytest.raises(KeyboardInterrupt):
-                dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+                dcpx.export(OTHER, tmp_path, max_shard_bytes=1, overwrite=True)
         assert {path.name for path in tmp_path.iterdir()} == before
         if not has_artifact:
             dcpx.export(TWO, tmp_path, max_shard_bytes=1)
@@ -198,7 +198,7 @@ def test_single_file_that_an_index_replaces_is_gone_for_good(
         at_sync.append(os.path.lexists(single))
 
     monkeypatch.setattr(Directory, "sync", synced)
-    dcpx.export(OTHER, out, max_shard_bytes=1)
+    dcpx.export(OTHER, out, max_shard_bytes=1, overwrite=True)
     assert_artifact(out, OTHER)
     assert at_sync[-1] is False  # a power cut would bring it back, and loaders prefer it
 
@@ -213,7 +213,7 @@ def test_single_file_that_cannot_go_is_an_error(
 
     monkeypatch.setattr(Directory, "unlink", refused)
     with pytest.raises(dcpx.StorageError, match=r"unlink 'model\.safetensors'"):
-        dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+        dcpx.export(OTHER, tmp_path, max_shard_bytes=1, overwrite=True)
 
 
 def test_two_exports_to_one_path_are_kept_apart(
@@ -224,13 +224,13 @@ def test_two_exports_to_one_path_are_kept_apart(
     def meanwhile(self: Any, *args: Any) -> None:
         monkeypatch.setattr(export_files.ArtifactFiles, "publish", real)
         with pytest.raises(dcpx.ConcurrentSaveError, match="another export"):
-            dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+            dcpx.export(OTHER, tmp_path, max_shard_bytes=1, overwrite=True)
         real(self, *args)
 
     monkeypatch.setattr(export_files.ArtifactFiles, "publish", meanwhile)
     dcpx.export(TWO, tmp_path, max_shard_bytes=1)
     assert_artifact(tmp_path, TWO)
-    dcpx.export(OTHER, tmp_path, max_shard_bytes=1)
+    dcpx.export(OTHER, tmp_path, max_shard_bytes=1, overwrite=True)
     assert_artifact(tmp_path, OTHER)
 
 
@@ -298,7 +298,7 @@ def test_file_that_is_replaced_behind_its_header_is_refused(
 
     def replaced(*args: Any) -> Any:
         held = real(*args)
-        dcpx.export({"0": torch.ones(8), **OTHER}, tmp_path)
+        dcpx.export({"0": torch.ones(8), **OTHER}, tmp_path, overwrite=True)
         return held
 
     dcpx.export(TWO, tmp_path)

@@ -28,6 +28,7 @@ def kill_export(path: Path, when: str, **kwargs: Any) -> None:
                 {name: torch.zeros_like(one) for name, one in TWO.items()},
                 path,
                 no_dist=True,
+                overwrite=True,
                 **kwargs,
             )
         finally:
@@ -50,7 +51,7 @@ def test_next_export_removes_what_a_killed_one_left(
     assert left
     (out / ".mine.tmp").write_text("mine")
     if kind == "safetensors":
-        dcpx.export(TWO, out, max_shard_bytes=shard)
+        dcpx.export(TWO, out, max_shard_bytes=shard, overwrite=True)
         (out / ".mine.tmp").unlink()
         assert_artifact(out, TWO)
     else:
@@ -89,7 +90,7 @@ def test_only_own_names_of_this_machine_are_removed(
         assert set(gone + kept) < set(os.listdir(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(export_files, "_lock", lambda _: False)  # a file system without locks
-        dcpx.export(TWO, tmp_path)
+        dcpx.export(TWO, tmp_path, overwrite=True)
         assert set(gone + kept) < set(os.listdir(tmp_path))
-    dcpx.export(TWO, tmp_path)
+    dcpx.export(TWO, tmp_path, overwrite=True)
     assert set(os.listdir(tmp_path)) == {"model.safetensors", *kept, gone[0], gone[1]}

@@ -50,7 +50,7 @@ def test_export_of_a_module_has_the_names_of_the_plain_one(tmp_path: Path, name:
         model = wrap(filled(MODELS[name](), 1))
         for source, keys in ((model, None), ({"model": model, "step": 1}, None)):
             path = tmp_path / f"{number}.safetensors"
-            dcpx.export(source, path, keys=keys)
+            dcpx.export(source, path, keys=keys, overwrite=True)
             fresh = MODELS[name]()
             fresh.load_state_dict(st.load_file(path))
             for mine, its in zip(held(fresh), held(plain), strict=True):
@@ -93,13 +93,14 @@ def test_stored_names_lose_module_only_where_the_caller_says_so(
     dcpx.save({"model": state, "step": 1}, tmp_path / "ckpt")
     for source in (state, tmp_path / "ckpt"):
         caplog.clear()
-        dcpx.export(source, tmp_path / "kept.safetensors")
+        dcpx.export(source, tmp_path / "kept.safetensors", overwrite=True)
         assert st.load_file(tmp_path / "kept.safetensors").keys() == state.keys()
         (record,) = caplog.records
         assert "every name begins with 'module.'" in record.getMessage()
         caplog.clear()
         assert "key_map=KeyMap(wrappers=True) leaves it out" in record.getMessage()
-        dcpx.export(source, tmp_path / "out.safetensors", key_map=KeyMap(wrappers=True))
+        bare = KeyMap(wrappers=True)
+        dcpx.export(source, tmp_path / "out.safetensors", key_map=bare, overwrite=True)
         names = st.load_file(tmp_path / "out.safetensors").keys()
         assert names == {name.replace("module.", "") for name in state}
         assert not caplog.records

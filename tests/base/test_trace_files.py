@@ -51,8 +51,10 @@ def test_a_trace_takes_the_place_of_no_pipe_and_no_link(tmp_path: Path) -> None:
     link.symlink_to(real)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # opening to write waits for a reader
     try:
-        for path in (pipe, link, link):  # the link is dead at first
+        for path in (pipe, link):  # the link is dead
             write_trace({"rank": 3}, path)
+        with pytest.raises(OptionError, match="is there"):
+            write_trace({"rank": 4}, link)
         assert os.read(reader, 100) == real.read_bytes() == b'{"rank": 3}'
     finally:
         os.close(reader)

@@ -15,10 +15,13 @@ import torch_dcpx as dcpx
 from torch_dcpx.cli.app import app
 
 STATE: dict[str, Any] = {
-    "layers": {"0": {"weight": torch.ones(2), "bias": torch.zeros(2)}, "1": {"bias": torch.ones(2)}},
+    "layers": {
+        "0": {"weight": torch.ones(2), "bias": torch.zeros(2)},
+        "1": {"bias": torch.ones(2)},
+    },
     "opt": {"lr": 0.5, "betas": [0.9, 0.95]},
     "step": 3,
-}  # fmt: skip
+}
 
 
 class Own:

@@ -298,7 +298,7 @@ def test_failed_write_leaves_the_old_page_and_nothing_beside(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "replace", full)
         assert "No space left on device" in refused(
             "inspect", tmp_path / "a", "--html", out, "--overwrite"
         )

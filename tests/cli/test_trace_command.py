@@ -68,7 +68,7 @@ def test_the_newest_operation_is_taken_unless_another_is_named(
     note(folder, monkeypatch, 1, operation_id="new", began=20)
     note(folder, monkeypatch, 1, operation_id="new", began=15, pid=1)  # of a run before this one
     for args, wanted in (((), 2), (("--save-id", "ol"), 1), (("--all",), 4)):
-        result = dcpx("trace", folder, "--out", out, *args, "--json")
+        result = dcpx("trace", folder, "--out", out, "--overwrite", *args, "--json")
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout)
         assert found["files"] == wanted
@@ -76,7 +76,10 @@ def test_the_newest_operation_is_taken_unless_another_is_named(
         assert found["errors"] == ([] if "ol" in args else ["StorageError on rank 0"])
         pids = {event["pid"] for event in merged(out)}
         assert pids == ({0} if "ol" in args else {0, 1, 2} if "--all" in args else {0, 1})
-    assert "failed: StorageError on rank 0" in dcpx("trace", folder, "--out", out).stdout
+    assert (
+        "failed: StorageError on rank 0"
+        in dcpx("trace", folder, "--out", out, "--overwrite").stdout
+    )
     assert dcpx("trace", folder, "--save-id", "none").exit_code == 2
 
 
@@ -107,7 +110,7 @@ def test_events_of_operations_that_are_not_merged_are_not_kept(
             path.write_text(json.dumps(trace))
         tracemalloc.start()
         try:
-            assert dcpx("trace", folder, "--out", tmp_path / "out").exit_code == 0
+            assert dcpx("trace", folder, "--out", f"{folder}.json").exit_code == 0
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

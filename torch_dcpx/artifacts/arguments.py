@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torch_dcpx._arguments import check_choice, check_type, checked_globs
+from torch_dcpx._arguments import check_bool, check_choice, check_type, checked_globs
 from torch_dcpx._compat import dtype_by_name, dtype_name
 from torch_dcpx._integers import plain_int
 from torch_dcpx._text import counted
@@ -55,6 +55,7 @@ class ExportArguments(NamedTuple):
     is_torch: bool
     dtype: str | None  # of floating tensors in the artifact, by torch's name; None: as they are
     notes: dict[str, str]  # of a safetensors header
+    overwrite: bool
 
     @property
     def names_file(self) -> bool:
@@ -72,6 +73,7 @@ class ExportArguments(NamedTuple):
             "max_shard_bytes": self.max_shard_bytes,
             "dtype": self.dtype,
             "metadata": dict(sorted(self.notes.items())),
+            "overwrite": self.overwrite,
         }
 
 
@@ -112,8 +114,10 @@ def checked_arguments(
     max_shard_bytes: int | str,
     dtype: torch.dtype | None,
     metadata: Mapping[str, str] | None,
+    overwrite: bool,
 ) -> ExportArguments:
     """Returns the checked arguments. Raises: OptionError for one that cannot work."""
+    check_bool("overwrite", overwrite)
     if file_format is not None:
         check_choice("format", file_format, ("safetensors", "torch"))
     globs = None
@@ -157,7 +161,7 @@ def checked_arguments(
     limit, names = _shard_bytes(max_shard_bytes), checked_map(key_map) or KeyMap()
     to = None if dtype is None else dtype_name(dtype)
     notes = _notes(metadata, is_torch=is_torch)
-    return ExportArguments(directory, stem, globs, names, limit, is_torch, to, notes)
+    return ExportArguments(directory, stem, globs, names, limit, is_torch, to, notes, overwrite)
 
 
 def _notes(metadata: Any, *, is_torch: bool) -> dict[str, str]:

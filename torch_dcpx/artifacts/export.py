@@ -99,6 +99,7 @@ def export(
     max_shard_bytes: int | str = "5GB",
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
+    overwrite: bool = False,
     process_group: Any = None,
     no_dist: bool = False,
     options: WriteOptions | None = None,
@@ -133,6 +134,8 @@ def export(
             Default None: none is converted.
         metadata: texts by name for the header of each safetensors file. Default None: only
             "format": "pt", which is always there.
+        overwrite: True replaces another export of this name and format, and nothing else.
+            Default False: none is there.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io, save_timeout_s and
@@ -146,7 +149,7 @@ def export(
             tensor of a live source that no rank holds whole; nothing was written.
         PlanError: ranks make different calls, or contradict each other; a glob or a rule matches
             nothing; two tensors get one name; there is nothing to export.
-        OptionError: an argument that cannot work.
+        OptionError: an argument that cannot work, such as a path that is taken.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
             all; `path` is as it was, but for a single file in a store, which may be replaced
@@ -163,7 +166,7 @@ def export(
         own_options = options if options is not None else WriteOptions()
         exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)
-        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata
+        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite
         checked = partial(checked_arguments, *given)
         stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
@@ -333,7 +336,8 @@ class _Export:
         boxes = assigned(tensors, of_ranks[:1] if is_shared else of_ranks)
         suffix = "" if arguments.is_torch else ".safetensors"
         file_name = f"{arguments.stem}{suffix}" if arguments.names_file else None
-        files = files_of(arguments.directory, file_name, arguments.stem, suffix, self._options)
+        place, may_replace = arguments.directory, arguments.overwrite
+        files = files_of(place, file_name, arguments.stem, suffix, self._options, may_replace)
         self._files = files
         self._stack.callback(files.close)
         if arguments.is_torch:

@@ -19,17 +19,20 @@ import logging
 import os
 import re
 import uuid
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._native import _C
+from torch_dcpx._replacing import Replacing
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.reader.safetensors_header import header_bytes
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, make_directory
-from torch_dcpx.storage.names import is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import TORCH_SUFFIXES, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id, machine
 
@@ -41,6 +44,7 @@ logger = logging.getLogger("torch_dcpx")
 _SLOT_UNIT = 64 << 10
 _LEAST_SLOT_BYTES = 2 * _SLOT_UNIT  # a RangeJob's
 _ID_DIGITS = 12
+_MAX_INDEX_BYTES = 32 << 20  # that are looked at
 
 
 def temporary_name(name: str, export_id: str) -> str:
@@ -141,17 +145,41 @@ def old_shards(
     return frozenset(name for name in names if isinstance(name, str) and shard.fullmatch(name))
 
 
+def is_artifact(path: Path) -> bool:
+    """Returns whether a file is of the kind that its name says: of safetensors or torch.save, or an
+    index.
+    """
+    try:
+        if path.suffix in TORCH_SUFFIXES:
+            with zipfile.ZipFile(path) as held:
+                return any(name.endswith("/data.pkl") for name in held.namelist())
+        with path.open("rb") as file:
+            if path.suffix == ".json":
+                index = json.loads(file.read(_MAX_INDEX_BYTES))
+                return isinstance(index["weight_map"], dict)
+            nbytes = header_bytes(file.read(8), path.stat().st_size, str(path))
+            return isinstance(json.loads(file.read(nbytes)), dict)
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, RecursionError):
+        return False  # a CorruptionError is a ValueError
+
+
 class ArtifactFiles:
     """The files of one export. Not thread-safe."""
 
-    def __init__(self, path: Path, stem: str, suffix: str, options: WriteOptions) -> None:
-        """Makes the directory, durably, and locks it. Raises: ConcurrentSaveError, StorageError."""
+    def __init__(
+        self, path: Path, stem: str, suffix: str, options: WriteOptions, may_replace: bool
+    ) -> None:
+        """Makes the directory, durably, and locks it.
+
+        Raises: ConcurrentSaveError, StorageError; OptionError: a name of the artifact is taken.
+        """
         self._is_durable = options.durability == "full"
         make_directory(path, is_durable=self._is_durable)
         self.directory = Directory(path)
         self._made: list[str] = []  # temporary names
         self._shards: list[str] = []  # that have got their own names, or are about to
         self._last_temporary: str | None = None  # of an index, once it may have been renamed
+        self._rule = Replacing(may_replace, is_artifact, "export of this format")
         try:
             self._set_up(stem, suffix, options)
         except BaseException:
@@ -168,11 +196,17 @@ class ArtifactFiles:
         self._shard = re.compile(
             re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
         )
+        self._refuse_taken()
         if is_locked:
             self._remove_left_behind()
         self._job = open_job(self.directory, options)
         self._replaced = self._old_shards()
         self._names: tuple[str, ...] = ()
+
+    def _refuse_taken(self) -> None:
+        """Raises OptionError where the export would replace what it may not."""
+        for name in (self._single_name, *([self._index_name] if self._has_shards else [])):
+            self._rule.check(self.directory.path / name)
 
     def shard_stem(self, stem: str) -> str:
         """Returns the beginning of shards' names: with an id, if some of such names exist."""
@@ -195,6 +229,7 @@ class ArtifactFiles:
             index: of several files; None: there is one.
 
         Raises:
+            OptionError: something has its name by now.
             StorageError: the artifact is not there; it may be if the sync after the last rename
                 failed, or the removal of the single file that it replaces.
         """
@@ -213,10 +248,16 @@ class ArtifactFiles:
             directory.create(temporary, [index], is_durable=self._is_durable)
             for name in self._names:
                 self._shards.append(name)  # before: an interrupt may come right behind the rename
-                directory.rename(temporary_name(name, self.export_id), name)
+                directory.rename(temporary_name(name, self.export_id), name, replaces=False)
         self._sync()
+        self._refuse_taken()  # by now
         self._last_temporary = temporary_name(last, self.export_id)
-        directory.rename(self._last_temporary, last)
+        try:
+            directory.rename(self._last_temporary, last, replaces=self._rule.is_asked)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                self._refuse_taken()
+            raise
         self._forget()
         self._sync()
         self._remove_replaced(index is not None)

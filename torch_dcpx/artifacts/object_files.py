@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from torch_dcpx._replacing import HOW_TO_REPLACE
 from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, old_shards
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.artifacts.sources import Offer
@@ -31,24 +32,30 @@ logger = logging.getLogger("torch_dcpx")
 
 
 def files_of(
-    directory: Location, file_name: str | None, stem: str, suffix: str, options: WriteOptions
+    directory: Location,
+    file_name: str | None,
+    stem: str,
+    suffix: str,
+    options: WriteOptions,
+    may_replace: bool,
 ) -> ArtifactFiles | ObjectFiles:
     """Returns the files of an export; of a directory they are locked.
 
     Args:
         file_name: of the file that the path names; None: it names the directory.
         suffix: of safetensors; "": a torch archive.
+        may_replace: whether an artifact of this kind may be there.
 
     Raises:
-        OptionError: an export would not be found there, or cannot be made.
+        OptionError: an export would not be found there, cannot be made, or replaces something.
         UnsupportedError: a torch archive in a store.
         ConcurrentSaveError, StorageError: as `ArtifactFiles`.
     """
     if isinstance(directory, ObjectUrl):
         place = ObjectPlace(directory.at(options.endpoint))
-        return ObjectFiles(place, file_name, stem, suffix)
+        return ObjectFiles(place, file_name, stem, suffix, may_replace)
     check_destination(directory, file_name)
-    return ArtifactFiles(directory, stem, suffix, options)
+    return ArtifactFiles(directory, stem, suffix, options, may_replace)
 
 
 def _parts_of(tensors: Sequence[ExportTensor], offers: Sequence[Offer]) -> set[int]:
@@ -60,7 +67,9 @@ def _parts_of(tensors: Sequence[ExportTensor], offers: Sequence[Offer]) -> set[i
 class ObjectFiles:
     """The files of one export. Not thread-safe."""
 
-    def __init__(self, place: ObjectPlace, file_name: str | None, stem: str, suffix: str) -> None:
+    def __init__(
+        self, place: ObjectPlace, file_name: str | None, stem: str, suffix: str, may_replace: bool
+    ) -> None:
         """Looks at what is there. Raises: as `files_of`."""
         if not suffix:
             raise UnsupportedError(
@@ -82,6 +91,8 @@ class ObjectFiles:
         self._index_name = f"{stem}{suffix}.index.json"
         shard = re.escape(stem) + r"(-[0-9a-f]{12})?-\d{5,9}-of-\d{5,9}" + re.escape(suffix)
         self._has_index = self._index_name in there
+        self._may_replace = may_replace
+        self._refuse_taken(there)
         self._replaced: frozenset[str] = frozenset()
         if self._has_index:
             # Where the store does not answer, nobody knows what to remove later.
@@ -90,6 +101,13 @@ class ObjectFiles:
         self._has_single = self._single_name in there
         self._names: tuple[str, ...] = ()
         self._is_published = False
+
+    def _refuse_taken(self, there: Collection[str]) -> None:
+        """Raises OptionError where the export would replace an object unasked."""
+        taken = [name for name in (self._single_name, self._index_name) if name in there]
+        if taken and not self._may_replace:
+            path = str(self._place.path / taken[0])
+            raise OptionError(f"'{path}' is there; {HOW_TO_REPLACE}", option="path", value=path)
 
     def shard_stem(self, stem: str) -> str:
         """Returns the beginning of shards' names."""
@@ -147,6 +165,7 @@ class ObjectFiles:
         """
         place = self._place
         if index is not None:
+            self._refuse_taken(place.names())  # by now
             self._put_index(index)
         self._is_published = True
         if index is not None and self._has_single:

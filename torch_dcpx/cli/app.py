@@ -282,10 +282,11 @@ def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json
 @app.command()
 @click.argument("folder", type=_PATH, metavar="DIR")
 @click.option("--out", type=_PATH, default="trace.json", show_default=True, help="the merged trace")
+@click.option("--overwrite", is_flag=True, help="replace a trace that is at --out")
 @click.option("--save-id", help="of this save or load; default: the newest")
 @click.option("--all", "takes_all", is_flag=True, help="all saves and loads")
 @command
-def trace(folder: Path, out: Path, as_json: bool, save_id: str | None, takes_all: bool) -> int:
+def trace(folder: Path, out: Path, as_json: bool, **choices: Any) -> int:
     """Merge the traces of all ranks that DCPX_TRACE_DIR=DIR left, and show which phase took long.
 
     Open the merged file in ui.perfetto.dev. Ranks are placed by the clocks of their machines. A row
@@ -293,7 +294,7 @@ def trace(folder: Path, out: Path, as_json: bool, save_id: str | None, takes_all
     """
     from torch_dcpx.cli.trace import run_trace
 
-    return run_trace(folder, out, save_id=save_id, takes_all=takes_all, as_json=as_json)
+    return run_trace(folder, out, as_json=as_json, **choices)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.reader.hints import listed
 from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.writer.writer import DcpxWriter
 
 Format = Literal["safetensors", "torch", "dcp"]
 
@@ -51,7 +52,7 @@ def run_export(
         raise OptionError(problem, option="unwrap", value=unwrap)
     try:
         if kind == "dcp":
-            found = _to_checkpoint(source, dest, keys, converted)
+            found = _to_checkpoint(source, dest, keys, converted, overwrite)
         else:
             report = export(
                 source,
@@ -61,6 +62,7 @@ def run_export(
                 key_map=KeyMap(wrappers=True if unwrap else None),
                 max_shard_bytes=max_shard_bytes,
                 dtype=converted,
+                overwrite=overwrite,
                 no_dist=True,
             )
             counts = {"tensors": report.tensors, "objects": report.objects}
@@ -125,7 +127,11 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _to_checkpoint(
-    source: Location, dest: Location, keys: Sequence[str], dtype: torch.dtype | None
+    source: Location,
+    dest: Location,
+    keys: Sequence[str],
+    dtype: torch.dtype | None,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Saves tensors and objects of files as a checkpoint. All of them are in memory meanwhile."""
     with open_checkpoint(source) as opened:
@@ -141,5 +147,12 @@ def _to_checkpoint(
                 state[name] = tensor.to(dtype)
         tensors = len(state)
         state |= {name: opened.objects[name] for name in chosen if name not in opened}
-    save(state, os.fspath(dest), no_dist=True)
+    writer = DcpxWriter(os.fspath(dest), overwrite=overwrite)
+    try:
+        save(state, storage_writer=writer, no_dist=True)
+    except RuntimeError as error:
+        if "overwrite=False" not in str(error):  # stock's text
+            raise
+        problem = f"'{dest}' is there by now; name another place, or replace it by --overwrite"
+        raise OptionError(problem, option="dest", value=str(dest)) from error
     return {"path": dest, "tensors": tensors, "objects": len(state) - tensors, "left_out": []}

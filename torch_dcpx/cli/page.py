@@ -15,6 +15,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
+from torch_dcpx._replacing import Replacing
 from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.output import put_lines
 from torch_dcpx.errors import OptionError
@@ -43,22 +44,18 @@ class Page:
             raise _wrong(path, f"'{path}' is no name of a page: it must end in .html")
         with PosixPlace(path.parent):
             pass
-        if path.is_symlink() or path.exists():
-            way = "name another file"
-            if not is_replacing:
-                raise _wrong(path, f"'{path}' is there; {way}, or replace it by --overwrite")
-            if not _is_own(path):
-                raise _wrong(path, f"'{path}' is there; {way}: it is no page that dcpx has written")
+        self._rule = Replacing(is_replacing, _is_own, "page that dcpx has written", "html")
+        self._rule.check(path)
         self.path = path
         self.nbytes = 0
 
     def write(self, kind: Literal["inspect", "diff"], data: dict[str, Any]) -> None:
-        """Writes the page beside, then renames it. Raises: StorageError, and then there is none."""
+        """Writes the page beside, then renames it. Raises: OptionError, StorageError; then there is
+        none.
+        """
         text = _rendered(kind, data).encode()
-        with PosixPlace(self.path.parent) as place:
-            place.publish(
-                self.path.name, [text], is_durable=False, lock=None, is_own=lambda _: True
-            )
+        with storage_errors("write", self.path):
+            self._rule.put(self.path, text)
         self.nbytes = len(text)
 
 
@@ -73,7 +70,7 @@ def _wrong(path: Path, message: str) -> OptionError:
 
 
 def _is_own(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink():
         return False
     with storage_errors("read", path, is_read=True), path.open("rb") as file:
         return _OWN_MARK in file.read(_MARK_WITHIN_BYTES)

@@ -33,11 +33,17 @@ class _Trace(NamedTuple):
 
 
 def run_trace(
-    folder: Path, out: Path, *, save_id: str | None, takes_all: bool, as_json: bool
+    folder: Path,
+    out: Path,
+    *,
+    save_id: str | None,
+    takes_all: bool,
+    overwrite: bool,
+    as_json: bool,
 ) -> int:
     """Merges the newest operation in `folder`, or those of an id, or all. Returns the exit code."""
     traces = _chosen(_read_all(folder), folder, save_id, takes_all=takes_all)
-    write_trace(_merged(traces), out)
+    write_trace(_merged(traces), out, overwrite=overwrite)
     rows = _rows(traces)
     errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
     operations = dict.fromkeys(trace.operation for trace in traces)

@@ -22,13 +22,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from torch_dcpx._replacing import exchange, rename_new
 from torch_dcpx.errors import ConcurrentSaveError, UnsupportedError
 from torch_dcpx.integrations._dcp_calls import parts_of
 from torch_dcpx.integrations._folder_record import Record, ours_in, read_record
 from torch_dcpx.storage.directory import fsync_path, storage_errors
 from torch_dcpx.storage.names import FOLDER_NAME, METADATA_NAME, PIN_NAME, TRASH_PREFIX
 from torch_dcpx.storage.reader_lock import being_deleted
-from torch_dcpx.storage.system_calls import exchange, rename_new
 
 logger = logging.getLogger("torch_dcpx")
 

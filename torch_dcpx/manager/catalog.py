@@ -221,13 +221,14 @@ class CheckpointCatalog:
         max_shard_bytes: int | str,
         dtype: Any,
         metadata: Any,
+        overwrite: bool,
         options: WriteOptions | None,
     ) -> ExportReport:
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
                 own = checked_arguments(
-                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata
+                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite
                 )
                 tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
@@ -258,6 +259,7 @@ class CheckpointCatalog:
                 max_shard_bytes=checked.max_shard_bytes,
                 dtype=dtype,
                 metadata=metadata,
+                overwrite=overwrite,
                 options=options or self.options,
                 **self.ranks,
             )

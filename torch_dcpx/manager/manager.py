@@ -279,6 +279,7 @@ class CheckpointManager:
         max_shard_bytes: int | str = "5GB",
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
         options: WriteOptions | None = None,
     ) -> ExportReport:
         """Writes one artifact for inference, by all ranks at once, and returns its report.
@@ -287,21 +288,18 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes, dtype, metadata: as `torch_dcpx.export`.
-                Default: the model only, as safetensors. Of a tag, `keys` are names with "model.",
-                "optimizer." and so on.
+            format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite: as
+                `torch_dcpx.export`. Default: the model only, as safetensors. Of a tag, `keys` are
+                names with "model.", "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
         Raises:
             NotCommittedError, and others: the tag is not there, or not whole.
             MismatchError: the checkpoint holds no model, and `keys` is None.
-            OptionError: an argument that cannot work.
-            PlanError: ranks made different calls; nothing was written.
             DcpxError: as `torch_dcpx.export`.
         """
-        return self._catalog.export(
-            tag_or_model, path, format, keys, key_map, max_shard_bytes, dtype, metadata, options
-        )
+        own = format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite, options
+        return self._catalog.export(tag_or_model, path, *own)
 
     def dry_run(
         self, translate: KeyMap | Callable[[str], str | None], tag: Tag | None = None

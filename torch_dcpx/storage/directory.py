@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
+from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.system_calls import (
     close_read,
@@ -338,9 +339,12 @@ class Directory:
             at = done if done < needed else 0  # an fsync fails for all that is written
             raise storage_error("write", path, error, offset=at, nbytes=needed - at) from error
 
-    def rename(self, old: str, new: str) -> None:
-        """Renames over `new`, atomically. Raises: StorageError."""
+    def rename(self, old: str, new: str, *, replaces: bool = True) -> None:
+        """Renames, over `new` if it `replaces` that, atomically. Raises: StorageError."""
         with storage_errors(f"rename '{old}' to", self.path / new):
+            if not replaces:
+                move_new(self.path / old, self.path / new)
+                return
             uninterrupted(os.rename, old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""System calls begun again after a signal, renames that replace nothing, closes that report.
+"""System calls begun again after a signal, and closes that report.
 
 Python begins most interrupted calls again (PEP 475), but none that works on names: mkdir, rename,
 unlink, stat, listing. Network file systems interrupt those as well.
@@ -6,7 +6,6 @@ unlink, stat, listing. Network file systems interrupt those as well.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -60,29 +59,6 @@ def close_read(fd: int, path: str | os.PathLike[str]) -> None:
         os.close(fd)
     except OSError as error:
         logger.warning("close '%s': %s", os.fspath(path), str(error))
-
-
-_AT_FDCWD = -100
-_NO_REPLACE, _EXCHANGE = 1, 2  # of renameat2
-
-
-def exchange(one: Path, other: Path) -> None:
-    """Gives each of two names what the other has, at once. Raises: OSError."""
-    _renameat2(one, other, _EXCHANGE)
-
-
-def rename_new(old: Path, new: Path) -> None:
-    """Renames to a name that nothing has. Raises: OSError."""
-    _renameat2(old, new, _NO_REPLACE)
-
-
-def _renameat2(old: Path, new: Path, flags: int) -> None:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # musl has none
-    names = os.fsencode(old), os.fsencode(new)
-    while call is None or call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) != 0:
-        number = errno.ENOSYS if call is None else ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number), str(old))
 
 
 _SMALL_BYTES = 64 << 20
