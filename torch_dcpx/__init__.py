@@ -140,7 +140,11 @@ def __getattr__(name: str) -> Any:
         return _load(_EXTENSION)
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_load(f"{__name__}.{_MODULE_OF[name]}"), name)
+    from ._keywords import telling
+
+    module = _load(f"{__name__}.{_MODULE_OF[name]}")
+    value = telling(getattr(module, name), name)
+    setattr(module, name, value)  # by which it is pickled
     globals()[name] = value
     return value
 

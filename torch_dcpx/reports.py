@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
 from torch_dcpx._arguments import check_bool
+from torch_dcpx._keywords import telling
 from torch_dcpx._text import human_bytes
 from torch_dcpx._trace_files import write_trace
 from torch_dcpx.timelines import Phase, Timeline
@@ -24,6 +25,7 @@ def _replaced() -> Mapping[str, int]:
     return dict(REPLACED)
 
 
+@telling
 @dataclass(frozen=True)
 class _Traced:
     """Holds the timeline of a save or load, for each kind of report."""

@@ -20,8 +20,8 @@ PYTHON_ROOMS = {"dcp", "bind"}
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
     "__init__", "_arguments", "_compat", "_environment", "_gc", "_globs", "_hooks", "_integers",
-    "_last_jobs", "_native", "_plan_classes", "_replacing", "_text", "_trace_files", "_version",
-    "_waiting", "errors", "events", "options", "reports", "timelines",
+    "_keywords", "_last_jobs", "_native", "_plan_classes", "_replacing", "_text", "_trace_files",
+    "_version", "_waiting", "errors", "events", "options", "reports", "timelines",
 }  # fmt: skip
 
 # Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.

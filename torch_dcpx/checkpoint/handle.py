@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._arguments import check_callable, check_wait
+from torch_dcpx._keywords import telling
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.reports import SaveReport
@@ -96,6 +97,7 @@ class WatchedFuture(SaveFuture[T]):
             )
 
 
+@telling
 class SaveHandle:
     """A save: under way in the background, or finished when the call that made it blocks.
 

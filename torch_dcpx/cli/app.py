@@ -200,7 +200,7 @@ def diff(
     "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
 )
 @click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
-@click.option("--dtype", help="of floating tensors, such as bfloat16")
+@click.option("--dtype", help="of floating tensors: bf16, fp16, fp32, ...")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")
 @click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")

@@ -26,6 +26,7 @@ from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.writer.writer import DcpxWriter
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 Format = Literal["safetensors", "torch", "dcp"]
 
 
@@ -119,9 +120,10 @@ def _check_url(source: Location, dest: ObjectUrl, kind: Format | None, overwrite
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
-    found = DTYPES.get(name)
+    found = DTYPES.get(_SHORT_DTYPES.get(name, name))
     if found is None or not found.is_floating_point:
-        known = sorted(one for one, dtype in DTYPES.items() if dtype.is_floating_point)
+        floating = {one for one, dtype in DTYPES.items() if dtype.is_floating_point}
+        known = [*_SHORT_DTYPES, *sorted(floating)]
         raise must_be("dtype", name, f"one of {', '.join(known)}")
     return found
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._keywords import telling
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._dcp_calls import noted
 from torch_dcpx.integrations._folder_record import beyond_limit
@@ -36,6 +37,7 @@ with needed(__name__, "transformers[torch]>=5.23"):
 _NUMBERED = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
+@telling
 class DcpxCallback(TrainerCallback):
     """Saves the Trainer's checkpoints in the background, under FSDP with SHARDED_STATE_DICT.
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.same_call import Call
@@ -169,7 +170,9 @@ class Parts(NamedTuple):
                 wanted = f"a scheduler, {stateful}, or a list or dict of such"
                 raise must_be("lr_scheduler", one, wanted, way_out)
         way_out = _way_out(dataloader, "dataloader")
-        if way_out or (dataloader is not None and not isinstance(dataloader, Stateful)):
+        if isinstance(dataloader, DataLoader) and not isinstance(dataloader, Stateful):
+            way_out = "; torchdata's StatefulDataLoader (pip install torchdata) takes its place"
+        if dataloader is not None and (way_out or not isinstance(dataloader, Stateful)):
             raise must_be("dataloader", dataloader, f"a data loader, {stateful}", way_out)
         if state is not None and not (type(state) is dict and all(type(k) is str for k in state)):
             raise must_be("state", state, "a dict with str as keys")

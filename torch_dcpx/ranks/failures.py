@@ -14,6 +14,8 @@ from typing import Any
 
 from torch_dcpx.errors import DcpxError, RankError, RankLostError
 
+NOT_BEGUN = "; every rank must make this call (is it beneath `if rank == 0`?)"
+
 _MAX_NAMED = 8  # ranks in one message
 _MAX_FRAMES = 3  # of the place where a foreign error was raised
 
@@ -124,9 +126,10 @@ def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str)
     ]
     if len(lost) > _MAX_NAMED:
         names.append(f"and {len(lost) - _MAX_NAMED} more")
+    hint = "" if all(phase for _, _, phase in lost) else NOT_BEGUN
     return RankLostError(
         f"{'; '.join(names)}: no sign within {waited_s:.1f} s in {step}: "
-        "killed, stopped or stuck, or it failed before it made this call",
+        f"killed, stopped or stuck, or it failed before it made this call{hint}",
         ranks=tuple(rank for rank, _, _ in lost),
         phases=tuple(phase or "not begun" for _, _, phase in lost),
         waited_s=waited_s,

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import StoreLostError
+from torch_dcpx.ranks.failures import NOT_BEGUN
 from torch_dcpx.ranks.store_client import StoreClient
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ _MAX_LOOK_S = 30.0
 _FIRST_WARNING_S = 30.0
 _WARNING_S = 60.0  # between two
 _MAX_NAMED = 8  # ranks in one warning
-_WAITS = "%s waits for %s since %s (%.0f s); it gives up in %.0f s"
+_WAITS = "%s waits for %s since %s (%.0f s); it gives up in %.0f s%s"
 
 
 def _part(key: str, index: int) -> str:
@@ -267,7 +268,9 @@ class StoreKeys:
                 return None
             if waiting.waited_s >= warn_at_s:
                 warn_at_s = waiting.waited_s + _WARNING_S
-                _warn(what, missing, waiting.waited_s, deadline)
+                absent = missing and self.absent([f"p/{rank}" for rank in missing], deadline)
+                hint = NOT_BEGUN if absent else ""
+                _warn(what, missing, waiting.waited_s, deadline, hint)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Removes keys, if they are there."""
@@ -298,13 +301,15 @@ class StoreKeys:
             raise
 
 
-def _warn(what: str, missing: Sequence[int], waited_s: float, deadline: Deadline) -> None:
+def _warn(
+    what: str, missing: Sequence[int], waited_s: float, deadline: Deadline, hint: str
+) -> None:
     named = ", ".join(map(str, missing[:_MAX_NAMED]))
     if len(missing) > _MAX_NAMED:
         named += f" and {len(missing) - _MAX_NAMED} more"
     whom = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "the answer of rank 0"
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-    logger.warning(_WAITS, what, whom, since, waited_s, deadline.remaining_s)
+    logger.warning(_WAITS, what, whom, since, waited_s, deadline.remaining_s, hint)
 
 
 Keys: TypeAlias = LocalKeys | StoreKeys
