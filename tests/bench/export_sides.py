@@ -50,15 +50,15 @@ class ExportSides:
         return {"model": {n: DTensor.from_local(t, mesh, [Shard(0)]) for n, t in local.items()}}
 
     def _save(self, path: Path) -> Mapping[str, float]:
-        torch_dcpx.save(self._sharded(self._local), path, no_dist=self._is_alone)
+        torch_dcpx.save(self._sharded(self._local), path, no_dist=self._is_alone, overwrite=True)
         return {}
 
     def _live(self, path: Path) -> Mapping[str, float]:
-        torch_dcpx.export(self._sharded(self._local), path, no_dist=self._is_alone)
+        torch_dcpx.export(self._sharded(self._local), path, no_dist=self._is_alone, overwrite=True)
         return {}
 
     def _stored(self, path: Path) -> Mapping[str, float]:
-        torch_dcpx.export(self._checkpoint, path, no_dist=self._is_alone)
+        torch_dcpx.export(self._checkpoint, path, no_dist=self._is_alone, overwrite=True)
         return {}
 
     def _load(self, path: Path) -> Mapping[str, float]:
@@ -66,7 +66,7 @@ class ExportSides:
         return {}
 
     def _load_from(self, path: Path) -> None:
-        torch_dcpx.load(self._sharded(self._target), path, no_dist=self._is_alone)
+        torch_dcpx.load(self._sharded(self._target), path, no_dist=self._is_alone, overwrite=True)
 
     def _check_loaded(self, path: Path) -> None:
         for name, tensor in self._local.items():

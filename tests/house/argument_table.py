@@ -113,6 +113,7 @@ TABLE: Table = {
             "source": (None, 3, [1], object(), "~/ckpt"),
             "path": (None, b"out", *NOT_PATHS),
             "format": ("onnx", True, 3),
+            "overwrite": NOT_SWITCHES,
             "keys": (3, [1], b"x"),
             "key_map": NOT_MAPS,
             "max_shard_bytes": (None, 0, -1, "5XB", 1.5, True),

@@ -34,7 +34,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
     "staging": {"tensors"},
     "reader": {"storage", "tensors", "unpickle", "metadata"},
     "keys": {"storage", "tensors", "metadata", "reader"},
-    "writer": {"storage", "tensors", "ranks", "metadata", "staging"},
+    "writer": {"storage", "tensors", "ranks", "unpickle", "metadata", "staging"},
     "planners": {"tensors", "ranks", "metadata", "reader", "keys", "writer"},
     "checkpoint": {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",

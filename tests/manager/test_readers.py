@@ -175,6 +175,6 @@ def test_readers_make_no_lock_in_directories_of_others(tmp_path: Path) -> None:
         dcpx.load(target, path)
         assert dcpx.verify(path).ok
         cli_inspect.described(path)
-        dcpx.export(path, tmp_path / "out")
+        dcpx.export(path, tmp_path / "out", overwrite=True)
         assert sorted(os.listdir(path)) == names
         assert READERS_NAME not in names

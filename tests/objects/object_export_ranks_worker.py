@@ -23,7 +23,7 @@ OPTIONS = WriteOptions(host_memory_bytes=20 * MIB)
 
 def export(source: Any, url: str) -> dcpx.ExportReport:
     with no_collectives():
-        return dcpx.export(source, url, max_shard_bytes=1, options=OPTIONS)
+        return dcpx.export(source, url, max_shard_bytes=1, options=OPTIONS, overwrite=True)
 
 
 @rank_case("export")

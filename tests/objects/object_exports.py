@@ -34,7 +34,7 @@ def export(source: Any, url: str, kind: str = "single", **arguments: Any) -> Exp
     """Exports in this process alone, with `MEMORY_BYTES`."""
     options = WriteOptions(host_memory_bytes=MEMORY_BYTES)
     arguments = {"max_shard_bytes": KINDS[kind][1], "options": options, **arguments}
-    return dcpx.export(source, url, no_dist=True, **arguments)
+    return dcpx.export(source, url, no_dist=True, overwrite=True, **arguments)
 
 
 def exported(server: ObjectServer, url: str) -> tuple[dict[str, torch.Tensor], set[str]]:

@@ -70,7 +70,7 @@ def test_failing_reads_leave_the_old_file(
         dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True)
     check_file(tmp_path / "m.safetensors", old)
     object_proxy.heal()
-    dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True)
+    dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True, overwrite=True)
     check_file(tmp_path / "m.safetensors", new)
     assert [one.name for one in tmp_path.iterdir()] == ["m.safetensors"]
 
@@ -117,7 +117,7 @@ def test_shards_replace_an_older_artifact_and_are_replaced(
     dcpx.export(model_of(1), url, no_dist=True)
     for seed in (2, 3):
         model = model_of(seed)
-        report = dcpx.export(model, url, max_shard_bytes=150_000, no_dist=True)
+        report = dcpx.export(model, url, max_shard_bytes=150_000, no_dist=True, overwrite=True)
         folder = tmp_path / str(seed)
         assert len(report.files) == 2
         index = "model.safetensors.index.json"
@@ -128,5 +128,5 @@ def test_shards_replace_an_older_artifact_and_are_replaced(
         weight_map = json.loads((folder / index).read_bytes())["weight_map"]
         assert weight_map.keys() == found.keys() and {*weight_map.values()} == {*report.files}
         assert all(torch.equal(found[name], one) for name, one in model.state_dict().items())
-    dcpx.export(model_of(4), f"{url}/model.safetensors", no_dist=True)
+    dcpx.export(model_of(4), f"{url}/model.safetensors", no_dist=True, overwrite=True)
     assert fetched(object_server, url, tmp_path / "4") == {"model.safetensors", "README.md"}

@@ -92,7 +92,9 @@ def _managed(path: Path) -> None:
 DOORS: dict[str, Callable[[Path], Any]] = {
     "save": lambda path: torch_dcpx.save({"a": torch.ones(3)}, path, no_dist=True),
     "manager": _managed,
-    "export": lambda path: torch_dcpx.export(torch.nn.Linear(2, 2), path, no_dist=True),
+    "export": lambda path: torch_dcpx.export(
+        torch.nn.Linear(2, 2), path, no_dist=True, overwrite=True
+    ),
     "folder": _folder,
     "file": lambda path: put(path, b"content"),
 }

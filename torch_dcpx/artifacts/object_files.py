@@ -165,7 +165,8 @@ class ObjectFiles:
         """
         place = self._place
         if index is not None:
-            self._refuse_taken(place.names())  # by now
+            if not self._may_replace:
+                self._refuse_taken(place.names())  # by now
             self._put_index(index)
         self._is_published = True
         if index is not None and self._has_single:

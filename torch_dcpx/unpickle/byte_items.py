@@ -13,6 +13,7 @@ the file makes. So the planner never gets bytes of the file:
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ import torch
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
-from torch_dcpx.errors import UnsafePickleError
+from torch_dcpx.errors import DcpxError, UnsafePickleError
 from torch_dcpx.unpickle.numpy_objects import NUMPY
 from torch_dcpx.unpickle.plain_objects import PLAIN
 from torch_dcpx.unpickle.random_objects import RANDOM
@@ -31,8 +32,13 @@ from torch_dcpx.unpickle.stand_ins import GlobalTable
 from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
 from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
 
+logger = logging.getLogger("torch_dcpx")
+
 OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY, **RANDOM}
 _WAY_OUT = "trusted=True would hand it to the planner unread"
+_GLOBAL = re.compile(rb"c([\w.]{1,200})\n([\w.]{1,200})\n", re.ASCII)  # as protocol 2 names one
+_MAX_LOOKED_BYTES = 16 << 20
+_told: set[str] = set()  # classes
 _DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
 _KINDS = {  # first bytes -> what it is
     b"\x80": "a bare pickle (torch.save before 1.6, or pickle.dump)",
@@ -145,6 +151,30 @@ def decode_byte_item(
         held = archive.record("data.pkl")
         unpickler = RestrictedUnpickler(held, table, path=path, fqn=fqn, load_storage=storage_ref)
         return Settler(archive.storage, len(held))(unpickler.load())
+
+
+def tell_refused(data: bytes, fqn: str) -> None:
+    """Logs, once for each class, that every load will refuse an item that is saved."""
+    if len(data) > _MAX_LOOKED_BYTES or all(
+        tuple(map(bytes.decode, pair)) in OBJECTS for pair in _GLOBAL.findall(data)
+    ):
+        return
+    try:  # the bytes of a text may look the same
+        decode_byte_item(data, fqn=fqn, path="")
+    except UnsafePickleError as error:
+        name = error.global_name
+        if name is not None and name not in _told:
+            _told.add(name)
+            logger.warning(
+                "'%s' is saved with an object of '%s', which every load refuses but one with "
+                "options=ReadOptions(safe_globals=[%r]): allow it there if it is safe, or save "
+                "dicts, lists, numbers and texts in its place",
+                fqn,
+                name,
+                name,
+            )
+    except DcpxError:  # which its load will say
+        return
 
 
 def reencode_byte_item(

@@ -37,6 +37,7 @@ from torch_dcpx.tensors.memory import (
     is_plain_tensor,
 )
 from torch_dcpx.tensors.offences import check_shape, is_folded
+from torch_dcpx.unpickle.byte_items import tell_refused
 from torch_dcpx.writer.items import StagedItems
 from torch_dcpx.writer.rows import (
     BYTES,
@@ -206,6 +207,7 @@ class WriteTable:
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
                 raise AssertionError("Data must be io.BytesIO for BYTE_IO write items")
+            tell_refused(data.getvalue(), item.index.fqn)
             if self._transform is not None:
                 data = self._transform.apply(item, memoryview(data.getvalue()))
             return self._serialised(item, file, BYTES, 0, data.getvalue())
