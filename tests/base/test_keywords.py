@@ -1,0 +1,123 @@
+"""Mistyped keywords: each public call says which one was meant, or what has it."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torch_dcpx as dcpx
+from torch_dcpx import CheckpointManager, ReadOptions, WriteOptions
+
+CALLS = {
+    name: value
+    for name in dcpx.__all__
+    if callable(value := getattr(dcpx, name))
+    and not (isinstance(value, type) and issubclass(value, BaseException))
+}
+# Made by calls alone, or by nobody: what a class inherits is not its own.
+MADE = {"LazyTensor"}
+
+TYPOS: list[tuple[Any, str, str]] = [
+    (CheckpointManager.save, "scheduler", "did you mean 'lr_scheduler'?"),
+    (CheckpointManager.save, "optim", "did you mean 'optimizer'?"),
+    (CheckpointManager.save, "train_loader", "did you mean 'dataloader'?"),
+    (CheckpointManager.resume, "step", "did you mean 'tag'?"),
+    (CheckpointManager.export, "step", "did you mean 'tag_or_model'?"),
+    (CheckpointManager, "max_to_keep", "did you mean 'keep_last'?"),
+    (CheckpointManager, "save_total_limit", "did you mean 'keep_last'?"),
+    (CheckpointManager, "keep_lats", "did you mean 'keep_last'?"),
+    (CheckpointManager, "directory", "did you mean 'root'?"),
+    (CheckpointManager, "save_interval_steps", "did you mean 'save_every'?"),
+    (CheckpointManager, "durability", "write options=WriteOptions(durability=...)"),
+    (dcpx.save, "path", "did you mean 'checkpoint_id'?"),
+    (dcpx.save, "model", "did you mean 'state_dict'?"),
+    (dcpx.save, "num_workers", "write options=WriteOptions(workers=...)"),
+    (dcpx.save, "keep_last", "CheckpointManager(root, keep_last=...) takes it"),
+    (dcpx.save, "async_save", "dcpx.async_save saves in the background"),
+    (dcpx.save, "overwrite", "storage_writer=DcpxWriter(path, overwrite=False)"),
+    (dcpx.load, "map_location", "values go into the tensors of the state; load_tensors(device=)"),
+    (dcpx.load, "weights_only", "no load executes what it reads"),
+    (dcpx.load, "safe_globals", "write options=ReadOptions(safe_globals=...)"),
+    (dcpx.load, "reader", "did you mean 'storage_reader'?"),
+    (dcpx.load_tensors, "names", "did you mean 'keys'?"),
+    (dcpx.load_tensors, "map_location", "did you mean 'device'?"),
+    (dcpx.load_pretrained, "pretrained_model_name_or_path", "did you mean 'path'?"),
+    (dcpx.export, "checkpoint_id", "did you mean 'path'?"),
+    (dcpx.export, "max_shard_size", "did you mean 'max_shard_bytes'?"),
+    (dcpx.use, "options", "did you mean 'write_options'?"),
+    (WriteOptions, "thread_count", "did you mean 'workers'?"),
+    (ReadOptions, "timeout", "did you mean 'load_timeout_s'?"),
+    (dcpx.SaveReport.trace, "file", "did you mean 'path'?"),
+]
+
+
+@pytest.mark.parametrize(("call", "word", "hint"), TYPOS)
+def test_a_typo_is_told_what_was_meant(call: Any, word: str, hint: str) -> None:
+    given = {
+        name: None
+        for name, one in inspect.signature(call).parameters.items()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    }
+    with pytest.raises(TypeError, match="got an unexpected keyword argument") as caught:
+        call(**given, **{word: None})
+    assert f"{word!r}; {hint}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - MADE))
+def test_every_public_call_says_what_it_takes(name: str) -> None:
+    call = CALLS[name]
+    parameters = inspect.signature(call).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        pytest.skip("it takes any")
+    with pytest.raises(TypeError) as caught:
+        call(zzz=1)
+    taken = [one for one in parameters if one[0] != "_"]
+    assert str(caught.value).startswith(f"{name}() got an unexpected keyword argument 'zzz'; ")
+    assert all(one in str(caught.value) for one in taken)
+
+
+def test_several_typos_are_told_at_once(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(TypeError) as caught:
+        manager.resume(scheduler=None, step=3)  # type: ignore[call-arg]
+    assert "'lr_scheduler'" in str(caught.value) and "'tag'" in str(caught.value)
+
+
+def test_errors_of_what_is_called_are_left_alone(tmp_path: Path) -> None:
+    def failing(_: Any) -> None:
+        raise TypeError("own() got an unexpected keyword argument 'scheduler'")
+
+    state = {"w": torch.ones(2)}
+    dcpx.save(state, tmp_path)
+    with pytest.raises(TypeError, match="missing 1 required") as caught:
+        dcpx.export(state)  # type: ignore[call-arg]
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["save", "load", "export", "use", "load_tensors"])
+def test_calls_are_the_same_by_any_name_and_are_pickled(name: str) -> None:
+    call: Callable[..., Any] = getattr(dcpx, name)
+    assert pickle.loads(pickle.dumps(call)) is call
+    assert call.__doc__ and call.__name__ == name
+    assert "args" not in inspect.signature(call).parameters
+
+
+def test_a_plain_data_loader_is_told_of_the_one_with_a_state(tmp_path: Path) -> None:
+    loader: Any = DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(dcpx.OptionError, match="torchdata's StatefulDataLoader"):
+            manager.save(1, dataloader=loader)
+
+        class Stateful(DataLoader):  # type: ignore[type-arg]
+            def state_dict(self) -> dict[str, Any]:
+                return {"at": 3}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+        manager.save(1, dataloader=Stateful([1]))  # type: ignore[arg-type]
