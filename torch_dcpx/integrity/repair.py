@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,14 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx._arguments import check_bool, checked_globals, checked_globs
-from torch_dcpx.errors import CorruptionError, RepairError, UnsafePickleError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    CorruptionError,
+    DcpxError,
+    NotCommittedError,
+    RepairError,
+    UnsafePickleError,
+)
 from torch_dcpx.integrity.compare import (
     StoredCheckpoint,
     items_by_file,
@@ -39,6 +47,7 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
+from torch_dcpx.integrity.states import state_of
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
@@ -91,7 +100,8 @@ def repair(
     Raises:
         RepairError: the metadata is good, what is there does not prove what it said, or only with
             assumptions that are not accepted (`assumptions`): nothing was written.
-        NotCommittedError: `path` is no directory.
+        NotCommittedError: `path` is no directory, holds nothing of a checkpoint, or one that its
+            manager has removed.
         ConcurrentSaveError: a save is under way there; of a store: one was committed meanwhile.
         StorageError: a file cannot be read or written; the old metadata is still there.
         UnsupportedError: a URL of another kind of store, or a store without conditional writes.
@@ -106,6 +116,7 @@ def repair(
     check_bool("accept_assumptions", accept_assumptions)
     safe_globals = checked_globals(safe_globals)
     with open_checkpoint(path) as directory:
+        _refuse_state(directory, is_named=files is not None)
         run = _Repair(directory, files, safe_globals)
         locks = SaveLocks()
         try:
@@ -132,6 +143,37 @@ def repair(
             # Knowledge of saves that did not end stays.
             locks.release(has_ended_well=not locks.found_unended)
     return report
+
+
+def way_out(path: str | os.PathLike[str]) -> str:
+    """Returns what can be done with data of a save that did not end."""
+    try:
+        needs = repair(path, dry_run=True).assumptions
+    except DcpxError as error:
+        if isinstance(error, RepairError) and not error.candidates and "--rank-local" in str(error):
+            return f"{command('repair', path)} with --rank-local or --all-ranks may mend it"
+        return f"they prove no checkpoint: {command('gc --delete', path)} removes them"
+    verb = "repair --accept-assumptions" if needs else "repair"
+    return f"if that save had ended, {command(verb, path)} makes '{METADATA_NAME}' anew"
+
+
+def _refuse_state(directory: Place, *, is_named: bool) -> None:
+    """Raises NotCommittedError, ConcurrentSaveError where there is nothing to repair."""
+    state, _ = state_of(directory)
+    path = str(directory.path)
+    if state.kind == "saving" or (state.saving and state.kind == "committed"):
+        raise ConcurrentSaveError(
+            f"repair '{path}': a save is under way ({state.saving}); wait for it",
+            errno=errno.EWOULDBLOCK,
+            path=path,
+            owner=state.saving,
+        )
+    if state.kind == "removed" and not is_named:
+        text = f"repair '{path}': nothing is to be repaired: {state.text}"
+        raise NotCommittedError(text, errno=errno.ENOENT, path=path)
+    if state.kind == "none":
+        text = f"repair '{path}': it holds nothing of a checkpoint{beneath(directory.path)}"
+        raise NotCommittedError(text, errno=errno.ENOENT, path=path)
 
 
 def _refuse_assumed(report: RepairReport) -> None:
