@@ -10,7 +10,7 @@ import click
 from torch_dcpx._text import seconds_of
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.paths import checked_location, checked_path
 
@@ -115,7 +115,8 @@ def list_(
     `verify`. Exits with 1 if one is damaged, or of a save that did not end and that nobody holds.
     """
     if max_age is not None and not newest:
-        raise click.UsageError("--max-age is for --newest, which is not there")
+        text = "--max-age is for --newest, which is not there"
+        raise OptionError(text, option="max_age", value=max_age)
     _look(path)
     from torch_dcpx.cli.listing import show
 

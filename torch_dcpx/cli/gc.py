@@ -67,7 +67,9 @@ def _looked_at(
                     seen.path, "saving", found.files, f"a save is under way ({seen.state.saving})"
                 )
         elif seen.state.kind == "unfinished" and not (delete and is_named):
-            text = f"{seen.state.text}; {way_out(seen.path)}"
+            names = seen.look.names if seen.look else ()
+            text = seen.state.text
+            text += f"; {way_out(seen.place, names)}" if seen.place else ""
             yield _row(seen.path, "left", find_leftovers(seen.path).files, text)
         elif seen.state.kind == "removed":
             yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch_dcpx.cli.output import (
     FINE,
     UNSOUND,
     exit_code,
+    put_error,
     put_json,
     put_lines,
     put_problem,
@@ -28,6 +30,7 @@ from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Seen, State, state_of, walk
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.reader.safetensors import names_file
+from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.ls import Listing, listed, ls
 
@@ -147,9 +150,12 @@ def _verified(
     where = path if seen is None else seen.path
     if seen is not None and seen.state.kind in ("saving", "removed", "unreadable"):
         return _unverified(seen, seen.state, is_named=where == path)
+    began = time.time()
     try:
         with showing_progress(f"verify {where.name}", is_shown=not as_json) as tell:
             report = verify(where, workers=workers, progress=tell)
+            if not report.ok and seen is not None and _is_new(where, began):
+                report = verify(where, workers=workers, progress=tell)
         row: dict[str, Any] = {"ok": report.ok, **_facts(seen), **vars(report)}
     except DcpxError as error:
         if seen is None or where == path:
@@ -162,6 +168,17 @@ def _verified(
         row["state"] = "damaged" if row["state"] == "committed" else row["state"]
     code = FINE if report.ok else UNSOUND
     return _Verified(code, str(report).splitlines(), row, "whole" if report.ok else "with faults")
+
+
+def _is_new(path: Location, since: float) -> bool:
+    """Returns whether a save has committed since a time, or is under way."""
+    try:
+        with open_checkpoint(path) as place:
+            state, look = state_of(place)
+    except NotCommittedError:
+        return False
+    dates = map(look.modified_s, filter(is_metadata_name, look.names))
+    return bool(state.saving) or any(date is not None and date >= since - 1 for date in dates)
 
 
 def _state_at(path: Location) -> State:
@@ -205,6 +222,9 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
     try:
         report = repair(path, **arguments)
     except RepairError as error:
+        if arguments["files"] is None and _state_at(path).kind in ("none", "removed"):
+            put_error(error, as_json=as_json)
+            return CANNOT
         if not error.is_good or any(each.faults for each in described(path)):
             raise
         if as_json:

@@ -16,6 +16,7 @@ import errno
 import os
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
     DcpxError,
-    NotCommittedError,
     RepairError,
     UnsafePickleError,
 )
@@ -55,7 +55,6 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath, command
 from torch_dcpx.storage.names import (
     METADATA_NAME,
-    TOMBSTONE_NAME,
     FileEntry,
     is_data_file_name,
     is_metadata_name,
@@ -100,8 +99,7 @@ def repair(
     Raises:
         RepairError: the metadata is good, what is there does not prove what it said, or only with
             assumptions that are not accepted (`assumptions`): nothing was written.
-        NotCommittedError: `path` is no directory, holds nothing of a checkpoint, or one that its
-            manager has removed.
+        NotCommittedError: `path` is no directory.
         ConcurrentSaveError: a save is under way there; of a store: one was committed meanwhile.
         StorageError: a file cannot be read or written; the old metadata is still there.
         UnsupportedError: a URL of another kind of store, or a store without conditional writes.
@@ -145,20 +143,31 @@ def repair(
     return report
 
 
-def way_out(path: str | os.PathLike[str]) -> str:
+def way_out(directory: Place, names: Sequence[str]) -> str:
     """Returns what can be done with data of a save that did not end."""
+    path = str(directory.path)
+    wrong: tuple[str, ...] = ()
     try:
         needs = repair(path, dry_run=True).assumptions
-    except DcpxError as error:
-        if isinstance(error, RepairError) and not error.candidates and "--rank-local" in str(error):
+    except RepairError as error:
+        wrong = error.candidates or ()
+        if any(map(is_rank_lock, names)) and not wrong:
             return f"{command('repair', path)} with --rank-local or --all-ranks may mend it"
-        return f"they prove no checkpoint: {command('gc --delete', path)} removes them"
-    verb = "repair --accept-assumptions" if needs else "repair"
-    return f"if that save had ended, {command(verb, path)} makes '{METADATA_NAME}' anew"
+    except DcpxError as error:
+        return f"whether {command('repair', path)} helps is not known: {error}"
+    else:
+        verb = "repair --accept-assumptions" if needs else "repair"
+        return f"if that save had ended, {command(verb, path)} makes '{METADATA_NAME}' anew"
+    rest = [name for name in names if is_data_file_name(name) and name not in wrong]
+    with suppress(DcpxError):
+        if wrong and rest:
+            repair(path, files=rest, dry_run=True)
+            return f"{command('repair', path)} with --file for each of its files may mend it"
+    return f"no repair can help: {command('gc --delete', path)} removes them"
 
 
 def _refuse_state(directory: Place, *, is_named: bool) -> None:
-    """Raises NotCommittedError, ConcurrentSaveError where there is nothing to repair."""
+    """Raises RepairError, ConcurrentSaveError where nothing is to be repaired now."""
     state, _ = state_of(directory)
     path = str(directory.path)
     if state.kind == "saving" or (state.saving and state.kind == "committed"):
@@ -169,11 +178,8 @@ def _refuse_state(directory: Place, *, is_named: bool) -> None:
             owner=state.saving,
         )
     if state.kind == "removed" and not is_named:
-        text = f"repair '{path}': nothing is to be repaired: {state.text}"
-        raise NotCommittedError(text, errno=errno.ENOENT, path=path)
-    if state.kind == "none":
-        text = f"repair '{path}': it holds nothing of a checkpoint{beneath(directory.path)}"
-        raise NotCommittedError(text, errno=errno.ENOENT, path=path)
+        why = f"{state.text}. What is left may be a part: name its files, repair(..., files=[...])"
+        raise RepairError(f"repair '{path}': {why}", path=path)
 
 
 def _refuse_assumed(report: RepairReport) -> None:
@@ -329,9 +335,6 @@ class _Repair:
         if self._chosen is not None:
             return sorted(set(self._chosen))
         names = self._directory.names()
-        if TOMBSTONE_NAME in names:
-            why = f"'{TOMBSTONE_NAME}' says that it was being deleted: what is left may be a part; "
-            raise self._refusal(name, why + "name its files, repair(..., files=[...])")
         candidates = set(filter(is_data_file_name, names))
         for other in filter(is_metadata_name, names):
             if other != name and self._is_good(other):

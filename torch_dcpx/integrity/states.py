@@ -173,10 +173,10 @@ def _marked(place: ObjectPlace, look: Look) -> str:
 
 def _removed(place: Place, look: Look) -> str:
     """Returns what is said of a removed checkpoint: when, and until when what is left stays."""
-    since = look.modified_s(TOMBSTONE_NAME)
-    text = f"its manager has removed it ({utc_text(since) or 'nobody knows when'})"
+    text = "its manager has removed it"
     if not isinstance(place, ObjectPlace):
         return f"{text}; what is left goes with the manager's next commit"
+    since = look.modified_s(TOMBSTONE_NAME)
     grace = None
     with suppress(DcpxError, ValueError, KeyError, TypeError, RecursionError):
         with place.open_small(TOMBSTONE_NAME) as note:
@@ -186,7 +186,10 @@ def _removed(place: Place, look: Look) -> str:
         stays = "for the grace of that manager"
     else:
         stays = f"until {utc_text(since + grace) or 'later'}"
-    return f"{text}; its data stay {stays}, for loads under way, and go with a later commit"
+    when = utc_text(since) or "nobody knows when"
+    return (
+        f"{text} ({when}); its data stay {stays}, for loads under way, and go with a later commit"
+    )
 
 
 def utc_text(seconds: float | None) -> str | None:

@@ -142,7 +142,7 @@ class _Run:
             else:
                 message += f": {state.text}"
             if state.kind == "unfinished":
-                message += f"; {way_out(self.directory.path)}"
+                message += f"; {way_out(self.directory, names)}"
             self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
             for name in unnamed:  # nobody knows their save: each is looked at by itself

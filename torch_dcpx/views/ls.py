@@ -14,7 +14,7 @@ from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
 from torch_dcpx.integrity.contents import commits_among, location, read_commit, wanted_sizes
 from torch_dcpx.integrity.facts import Facts, facts_of
 from torch_dcpx.integrity.repair import way_out
-from torch_dcpx.integrity.states import Seen, ranks_without_metadata, state_of, walk
+from torch_dcpx.integrity.states import Seen, State, ranks_without_metadata, state_of, walk
 from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.storage.names import Look
 from torch_dcpx.storage.place import Place
@@ -164,21 +164,28 @@ def ls(path: str | os.PathLike[str], *, with_all: bool = False) -> Listing:
 
 def listed(seen: Seen) -> ListedCheckpoint:
     """Returns the row of one place of a walk."""
-    state, name, path = seen.state, seen.name, str(seen.path)
-    if seen.place is None or seen.look is None or state.kind == "none":
-        return ListedCheckpoint(name, path, state.kind, problem=state.text)
-    with being_read(path):
-        return _listed(name, seen.place, seen)
+    place, state, look = seen.place, seen.state, seen.look
+    if place is None or look is None or state.kind == "none":
+        return ListedCheckpoint(seen.name, str(seen.path), state.kind, problem=state.text)
+    with being_read(seen.path):
+        if not place.is_object:
+            state, look = state_of(place)  # a removal may have begun before our lock
+        row = _listed(seen, place, state, look)
+        while row.state in ("damaged", "unreadable"):  # or something was saved or removed meanwhile
+            before, (state, look) = row, state_of(place)
+            row = _listed(seen, place, state, look)
+            if row == before:
+                break
+    return row
 
 
-def _listed(name: str, place: Place, seen: Seen) -> ListedCheckpoint:
-    path = str(place.path)
-    state, look = state_of(place, seen.look)  # a removal may have begun before our lock
+def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpoint:
+    name, path = seen.name, str(seen.path)
     if state.kind != "committed":
         told: ListedState = state.kind
         problem = state.text
         if told == "unfinished":
-            advice = way_out(seen.path)
+            advice = way_out(place, look.names)
             if state.is_young and "repair" not in advice:
                 told, problem = "saving", f"{problem}, or one is under way: its objects are young"
             else:
