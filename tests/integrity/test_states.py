@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.saves import data_files, save, save_rank_local
+from support.saves import save, save_rank_local
 
 import torch_dcpx
 from torch_dcpx.integrity.states import State, in_order, state_of, utc_text, walk
@@ -80,20 +80,16 @@ def test_save_that_ends_between_two_looks_is_a_checkpoint(tmp_path: Path) -> Non
     assert found.kind == "committed" and ".metadata" in look.names
 
 
-@pytest.mark.parametrize("end", ["killed", "failed"])
-def test_save_that_did_not_end_is_unfinished(tmp_path: Path, end: str) -> None:
+def test_save_that_was_killed_is_unfinished(tmp_path: Path) -> None:
     code = (
-        "import os, sys, torch, torch_dcpx\n"
-        "def stop(*_):\n"
-        f"    os.kill(os.getpid(), 9) if {end == 'killed'} else 1 / 0\n"
-        "options = torch_dcpx.WriteOptions(progress=stop)\n"
-        "torch_dcpx.save({'w': torch.ones(9)}, sys.argv[1], no_dist=True, options=options)\n"
+        "import os, sys, torch, torch_dcpx, torch_dcpx.writer.commit as commit\n"
+        "commit.publish = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+        "torch_dcpx.save({'w': torch.ones(9)}, sys.argv[1], no_dist=True)\n"
     )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "a"], check=False, capture_output=True)
-    found = at(tmp_path / "a") if (tmp_path / "a").exists() else State("none")
-    has_data = (tmp_path / "a").exists() and data_files(tmp_path / "a")
-    assert found.kind == ("unfinished" if has_data else "none") and not found.saving
-    assert has_data or end == "failed"
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == -9
+    assert (tmp_path / "a" / LOCK_NAME).read_text()  # its record names the dead process
+    assert at(tmp_path / "a") == State("unfinished", "1 data file of a save that did not end")
 
 
 def test_removed_is_not_unfinished_and_repair_says_so(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.repair import way_out
 from torch_dcpx.integrity.states import Seen, walk
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 
@@ -60,17 +60,16 @@ def _looked_at(
     try:
         if seen.state.error is not None:
             raise seen.state.error
-        if seen.state.saving and not (delete and is_named):
+        state, is_listed = seen.state, not (delete and is_named)
+        if seen.place is not None and seen.look is not None and is_listed:
+            state = settled(seen.place, state, seen.look.names)
+        if state.saving and is_listed:
             found = find_leftovers(seen.path)
             if found.files:
-                yield _row(
-                    seen.path, "saving", found.files, f"a save is under way ({seen.state.saving})"
-                )
-        elif seen.state.kind == "unfinished" and not (delete and is_named):
-            names = seen.look.names if seen.look else ()
-            text = seen.state.text
-            text += f"; {way_out(seen.place, names)}" if seen.place else ""
-            yield _row(seen.path, "left", find_leftovers(seen.path).files, text)
+                text = state.text or f"a save is under way ({state.saving})"
+                yield _row(seen.path, "saving", found.files, text)
+        elif state.kind == "unfinished" and is_listed:
+            yield _row(seen.path, "left", find_leftovers(seen.path).files, state.text)
         elif seen.state.kind == "removed":
             yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)
         else:

@@ -29,6 +29,7 @@ from torch_dcpx.integrity.findings import RepairReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Seen, State, state_of, walk
 from torch_dcpx.integrity.verify import verify
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
@@ -148,8 +149,12 @@ def _verified(
 ) -> _Verified:
     """Verifies one place: one that cannot be read hides no other."""
     where = path if seen is None else seen.path
-    if seen is not None and seen.state.kind in ("saving", "removed", "unreadable"):
-        return _unverified(seen, seen.state, is_named=where == path)
+    if seen is not None:
+        state = seen.state
+        if seen.place is not None and seen.look is not None:
+            state = settled(seen.place, state, seen.look.names)
+        if state.kind in ("saving", "removed", "unreadable"):
+            return _unverified(seen, state, is_named=where == path)
     began = time.time()
     try:
         with showing_progress(f"verify {where.name}", is_shown=not as_json) as tell:

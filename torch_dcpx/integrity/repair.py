@@ -16,7 +16,6 @@ import errno
 import os
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from torch_dcpx._arguments import check_bool, checked_globals, checked_globs
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
-    DcpxError,
     RepairError,
     UnsafePickleError,
 )
@@ -141,29 +139,6 @@ def repair(
             # Knowledge of saves that did not end stays.
             locks.release(has_ended_well=not locks.found_unended)
     return report
-
-
-def way_out(directory: Place, names: Sequence[str]) -> str:
-    """Returns what can be done with data of a save that did not end."""
-    path = str(directory.path)
-    wrong: tuple[str, ...] = ()
-    try:
-        needs = repair(path, dry_run=True).assumptions
-    except RepairError as error:
-        wrong = error.candidates or ()
-        if any(map(is_rank_lock, names)) and not wrong:
-            return f"{command('repair', path)} with --rank-local or --all-ranks may mend it"
-    except DcpxError as error:
-        return f"whether {command('repair', path)} helps is not known: {error}"
-    else:
-        verb = "repair --accept-assumptions" if needs else "repair"
-        return f"if that save had ended, {command(verb, path)} makes '{METADATA_NAME}' anew"
-    rest = [name for name in names if is_data_file_name(name) and name not in wrong]
-    with suppress(DcpxError):
-        if wrong and rest:
-            repair(path, files=rest, dry_run=True)
-            return f"{command('repair', path)} with --file for each of its files may mend it"
-    return f"no repair can help: {command('gc --delete', path)} removes them"
 
 
 def _refuse_state(directory: Place, *, is_named: bool) -> None:

@@ -31,8 +31,8 @@ from torch_dcpx.integrity.compare import (
 from torch_dcpx.integrity.contents import commits_among, open_contents
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
-from torch_dcpx.integrity.repair import way_out
 from torch_dcpx.integrity.states import state_of
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath
 from torch_dcpx.storage.names import (
@@ -136,13 +136,12 @@ class _Run:
         unnamed = [name for name in data_names if name not in self.looked]
         if not self.commits:
             state, _ = state_of(self.directory)
+            state = settled(self.directory, state, names)
             message = f"'{self.directory.path}' holds no committed checkpoint"
             if state.kind == "none":
                 message += beneath(self.directory.path)
             else:
                 message += f": {state.text}"
-            if state.kind == "unfinished":
-                message += f"; {way_out(self.directory, names)}"
             self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
             for name in unnamed:  # nobody knows their save: each is looked at by itself

@@ -13,8 +13,8 @@ from torch_dcpx._text import age_text, human_bytes
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
 from torch_dcpx.integrity.contents import commits_among, location, read_commit, wanted_sizes
 from torch_dcpx.integrity.facts import Facts, facts_of
-from torch_dcpx.integrity.repair import way_out
 from torch_dcpx.integrity.states import Seen, State, ranks_without_metadata, state_of, walk
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.storage.names import Look
 from torch_dcpx.storage.place import Place
@@ -182,21 +182,14 @@ def listed(seen: Seen) -> ListedCheckpoint:
 def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpoint:
     name, path = seen.name, str(seen.path)
     if state.kind != "committed":
-        told: ListedState = state.kind
-        problem = state.text
-        if told == "unfinished":
-            advice = way_out(place, look.names)
-            if state.is_young and "repair" not in advice:
-                told, problem = "saving", f"{problem}, or one is under way: its objects are young"
-            else:
-                problem = f"{problem}; {advice}"
+        state = settled(place, state, look.names)
         facts = facts_of(place, look, state)
-        return _row(name, path, told, facts, problem=problem, saving=state.saving)
+        return _row(name, path, state.kind, facts, problem=state.text, saving=state.saving)
     commits, error = _commits(place, look)
     facts = facts_of(place, look, state, commits)
     if error is not None:
         is_damage = isinstance(error, (CorruptionError, ShortReadError))
-        told = "damaged" if is_damage else "unreadable"
+        told: ListedState = "damaged" if is_damage else "unreadable"
         return _row(name, path, told, facts, problem=f"{type(error).__name__}: {error}")
     sizes, faults = _sizes(look, commits)
     return _row(
