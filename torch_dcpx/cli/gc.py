@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.states import Seen, walk
+from torch_dcpx.integrity.states import Seen, state_at, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
@@ -75,6 +76,9 @@ def _looked_at(
         else:
             yield from _left(seen.path, delete, grace_s)
     except DcpxError as error:
+        with suppress(StorageError):
+            if seen.place is not None and state_at(seen.path).kind != seen.state.kind:
+                return  # it was removed, or saved, meanwhile
         yield _row(seen.path, "unknown", {}, str(error))
         codes.add(exit_code(error))
 

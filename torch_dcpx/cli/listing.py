@@ -27,7 +27,7 @@ from torch_dcpx.integrity.contents import open_checkpoint, open_contents
 from torch_dcpx.integrity.facts import Facts
 from torch_dcpx.integrity.findings import RepairReport
 from torch_dcpx.integrity.repair import repair
-from torch_dcpx.integrity.states import Seen, State, state_of, walk
+from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.safetensors import names_file
@@ -165,9 +165,12 @@ def _verified(
     except DcpxError as error:
         if seen is None or where == path:
             raise
+        now = state_at(where)
+        if now.kind in ("saving", "removed", "none"):  # meanwhile
+            return _unverified(seen, now, is_named=False)
         return _unverified(seen, State("unreadable", str(error), error=error), is_named=False)
     if seen is not None and not report.ok:
-        now = _state_at(where)
+        now = state_at(where)
         if now.kind in ("saving", "removed", "none"):  # meanwhile
             return _unverified(seen, now, is_named=where == path)
         row["state"] = "damaged" if row["state"] == "committed" else row["state"]
@@ -184,14 +187,6 @@ def _is_new(path: Location, since: float) -> bool:
         return False
     dates = map(look.modified_s, filter(is_metadata_name, look.names))
     return bool(state.saving) or any(date is not None and date >= since - 1 for date in dates)
-
-
-def _state_at(path: Location) -> State:
-    try:
-        with open_checkpoint(path) as place:
-            return state_of(place)[0]
-    except NotCommittedError:
-        return State("none")
 
 
 def _facts(seen: Seen | None) -> dict[str, Any]:
@@ -227,7 +222,7 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
     try:
         report = repair(path, **arguments)
     except RepairError as error:
-        if arguments["files"] is None and _state_at(path).kind in ("none", "removed"):
+        if arguments["files"] is None and state_at(path).kind in ("none", "removed"):
             put_error(error, as_json=as_json)
             return CANNOT
         if not error.is_good or any(each.faults for each in described(path)):

@@ -101,6 +101,18 @@ def state_of(place: Place, look: Look | None = None) -> tuple[State, Look]:
     return _state(place, look, saving), look
 
 
+def state_at(path: Location) -> State:
+    """Returns the state of a place by its path; "none" where no such directory is any more.
+
+    Raises: StorageError: it cannot be opened or listed.
+    """
+    try:
+        with opened(path) as place:
+            return state_of(place)[0]
+    except NotCommittedError:
+        return State("none")
+
+
 def is_committed(names: Sequence[str]) -> bool:
     """Whether these names are those of a committed checkpoint."""
     return any(map(is_metadata_name, names))
