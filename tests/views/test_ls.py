@@ -61,9 +61,9 @@ def test_ls_answers_what_a_monitor_asks(root: Path) -> None:
     head, columns, *rows = str(found).splitlines()
     assert head == f"{root}: 3 committed"
     assert columns.split() == [
-        "state", "step", "saved", "ranks", "items", "size", "pinned", "name",
+        "state", "step", "saved", "ranks", "items", "size", "pinned", "written", "by", "name",
     ]  # fmt: skip
-    assert rows[1].split()[-2:] == ["pinned", "step-2"]
+    assert rows[1].split()[-3:] == ["pinned", "torch-dcpx", "step-2"]
     assert "<td" in found._repr_html_() and "3 committed" in found._repr_html_()
 
 

@@ -107,7 +107,7 @@ class Listing(Shown):
 
     def table(self) -> Table:
         """Returns a row for each."""
-        columns = ["state", "#step", "saved", "#ranks", "#items", "#size", "pinned", "name"]
+        columns = ["state", "#step", "saved", "#ranks", "#items", "#size", "pinned"]
         rows = [
             (
                 one.state,
@@ -117,11 +117,12 @@ class Listing(Shown):
                 one.items if one.written_by else "",
                 human_bytes(one.nbytes) if one.written_by else "",
                 "pinned" if one.pinned else "",
+                one.written_by,
                 one.name,
             )
             for one in self.checkpoints
         ]
-        return Table(columns, rows)
+        return Table([*columns, "written by", "name"], rows)
 
     @property
     def notes(self) -> list[str]:
