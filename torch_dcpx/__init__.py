@@ -84,6 +84,9 @@ if TYPE_CHECKING:
     from .staging.stager import DcpxStager as DcpxStager
     from .tensors.copy_guard import CopyGuard as CopyGuard
     from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .views.ls import ListedCheckpoint as ListedCheckpoint
+    from .views.ls import Listing as Listing
+    from .views.ls import ls as ls
     from .writer.writer import DcpxWriter as DcpxWriter
 
 # Module -> the public names that it has.
@@ -120,6 +123,7 @@ _PUBLIC = {
     "reports": "LoadReport SaveReport",
     "staging.stager": "DcpxStager",
     "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "views.ls": "ListedCheckpoint Listing ls",
     "writer.writer": "DcpxWriter",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def printable(value: object) -> str:
     """Returns `str(value)` with unprintable characters escaped: a name that a file has chosen could
@@ -16,6 +18,26 @@ def printable(value: object) -> str:
 def counted(count: int, noun: str, nouns: str = "") -> str:
     """Returns "1 file" or "3 files". `nouns` is for several, default the noun with an s."""
     return f"{count} {noun if count == 1 else nouns or noun + 's'}"
+
+
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))  # of ages
+_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(d|h|min|s)")
+
+
+def age_text(seconds: float | None) -> str:
+    """Returns "3 h ago" of a time in seconds, "" where it is unknown."""
+    if seconds is None:
+        return ""
+    unit, size = next((row for row in _UNITS if seconds >= 2 * row[1]), _UNITS[-1])
+    return f"{int(seconds // size)} {unit} ago"
+
+
+def seconds_of(age: str) -> float:
+    """Returns the seconds of "90s", "15min", "1h", "2d". Raises ValueError: it is no age."""
+    found = _AGE.fullmatch(age)
+    if found is None:
+        raise ValueError(f"{age!r} is no age: write it as 90s, 15min, 1h or 2d")
+    return float(found[1]) * dict(_UNITS)[found[2]]
 
 
 def human_bytes(nbytes: float) -> str:

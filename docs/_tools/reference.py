@@ -46,6 +46,7 @@ API: dict[str, tuple[str, str]] = {
     "export": ("Export and pretrained", "export ExportReport load_pretrained"),
     "key_map": ("Key maps", "KeyMap Merge Split Transpose"),
     "integrity": ("Verify and repair", "verify VerifyReport repair RepairReport Finding"),
+    "views": ("Look at checkpoints", "ls Listing ListedCheckpoint"),
     "hook": ("The hook", "install uninstall use"),
     "errors": (
         "Errors",

@@ -151,7 +151,7 @@ def test_path_that_may_not_be_read_is_the_commands_own_error(
 ) -> None:
     save(STATE, tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)  # as click asks; tests may run as root
-    assert dcpx("ls", tmp_path)[0]["state"] == "whole"
+    assert dcpx("ls", tmp_path)[0]["state"] == "committed"
 
 
 def test_hostile_pickles_execute_nothing_and_are_one_typed_line(tmp_path: Path) -> None:

@@ -134,11 +134,15 @@ def damage_metadata(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "state", "problem"),
     [
-        (lambda _: None, "whole", ""),
+        (lambda _: None, "committed", ""),
         (cut, "damaged", "has 1000 B"),
         (lambda folder: (folder / data_files(folder)[0]).unlink(), "damaged", "is missing"),
         (damage_metadata, "damaged", "CorruptionError"),
-        (lambda folder: (folder / ".metadata").unlink(), "uncommitted", "unfinished save"),
+        (
+            lambda folder: (folder / ".metadata").unlink(),
+            "unfinished",
+            "dcpx repair --accept-assumptions",
+        ),
     ],
 )
 def test_ls_says_what_is_whole(
@@ -148,19 +152,19 @@ def test_ls_says_what_is_whole(
         save(STATE, tmp_path / f"step-{step}")
     (tmp_path / "logs").mkdir()
     harm(tmp_path / "step-10")
-    found = printed("ls", tmp_path, code=0 if state == "whole" else 1)
+    found = printed("ls", tmp_path, code=0 if state == "committed" else 1)
     assert [each["name"] for each in found] == ["step-2", "step-10"]
-    assert found[0]["state"] == "whole"
+    assert found[0]["state"] == "committed"
     assert found[1]["state"] == state
     assert problem in found[1]["problem"]
-    assert len(printed("ls", tmp_path, "--all", code=0 if state == "whole" else 1)) == 3
-    assert printed("ls", tmp_path / "step-2")[0]["state"] == "whole"
+    assert len(printed("ls", tmp_path, "--all", code=0 if state == "committed" else 1)) == 3
+    assert printed("ls", tmp_path / "step-2")[0]["state"] == "committed"
 
 
 def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
     missing = printed("inspect", tmp_path / "none", code=2)["error"]
     assert (missing["type"], missing["errno"]) == ("StorageError", 2)
-    assert printed("inspect", tmp_path, code=1)["error"]["type"] == "NotCommittedError"
+    assert printed("inspect", tmp_path, code=2)["error"]["type"] == "NotCommittedError"
     save(STATE, tmp_path)
     damage_metadata(tmp_path)
     assert printed("inspect", tmp_path, code=1)["error"]["type"] == "CorruptionError"
@@ -204,9 +208,10 @@ def test_verify_takes_roots_and_several_paths(tmp_path: Path) -> None:
     assert printed("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
-def test_verify_of_a_directory_without_any_checkpoint_is_a_fault(tmp_path: Path) -> None:
+def test_verify_of_a_directory_without_any_checkpoint_answers_nothing(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert printed("verify", tmp_path, code=1)["findings"][0]["kind"] == "uncommitted"
+    error = printed("verify", tmp_path, code=2)["error"]
+    assert "holds no checkpoint, nor does what lies beneath it" in error["message"]
 
 
 def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:

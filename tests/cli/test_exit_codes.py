@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from support.saves import save
 
 import torch_dcpx.cli.listing
+import torch_dcpx.views.ls
 from torch_dcpx import _C
 from torch_dcpx.cli.app import app
 from torch_dcpx.errors import StorageError
@@ -35,6 +36,7 @@ def test_interrupt_and_bug_are_no_damage(
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise error
 
+    save({"a": torch.ones(2)}, tmp_path)
     monkeypatch.setattr(torch_dcpx.cli.listing, "verify", fail)
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 2
@@ -52,16 +54,16 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
     data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
     path.write_bytes(data)
-    described_in = torch_dcpx.cli.listing.described_in
+    read_commit = torch_dcpx.views.ls.read_commit
 
-    def refuse(place: Any, look: Any) -> Any:  # tests may run as root, whom no mode refuses
+    def refuse(place: Any, name: str) -> Any:  # tests may run as root, whom no mode refuses
         if place.path.name == "forbidden":
             raise StorageError("open", errno=13, path=str(place.path))
-        return described_in(place, look)
+        return read_commit(place, name)
 
-    monkeypatch.setattr(torch_dcpx.cli.listing, "described_in", refuse)
+    monkeypatch.setattr(torch_dcpx.views.ls, "read_commit", refuse)
     result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
     states = [each["state"] for each in json.loads(result.stdout)]
-    assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "whole"])
+    assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "committed"])
     (tmp_path / "whole/.metadata").unlink()
     assert CliRunner().invoke(app, ["ls", str(tmp_path)]).exit_code == 1

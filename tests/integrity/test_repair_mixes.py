@@ -92,7 +92,7 @@ def test_checkpoint_of_all_ranks_is_not_taken_for_those_of_each(tmp_path: Path) 
 def test_checkpoint_that_was_being_deleted_is_not_brought_back(tmp_path: Path) -> None:
     save(state_of(1), tmp_path)
     (tmp_path / ".metadata").rename(tmp_path / ".dcpx.deleted")
-    refused(tmp_path, "being deleted")
+    refused(tmp_path, "its manager has removed it")
     repaired(tmp_path, files=["__0_0.distcp"])
     assert dcpx.verify(tmp_path).ok
 

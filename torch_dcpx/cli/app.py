@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
+from torch_dcpx._text import seconds_of
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import command
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.paths import checked_location, checked_path
 
@@ -36,6 +37,18 @@ class _Path(click.Path):
         if isinstance(path, Path) and str(path).startswith("~"):
             return path.absolute()
         return path
+
+
+class _Age(click.ParamType[float]):
+    """A time such as 90s, 15min, 1h or 2d; in seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        try:
+            return seconds_of(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 _PATH = _Path()
@@ -88,16 +101,26 @@ def app() -> None:
 @app.command("ls")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
+@click.option("--newest", is_flag=True, help="only the committed one that was saved last")
+@click.option(
+    "--max-age", type=_Age(), help="with --newest: exit with 1 if it is older: 90s, 15min, 1h, 2d"
+)
 @command
-def list_(path: Location, with_all: bool, as_json: bool) -> int:
-    """List the checkpoints at PATH, or beneath it one level down: state, size, files.
+def list_(
+    path: Location, with_all: bool, newest: bool, max_age: float | None, as_json: bool
+) -> int:
+    """List the checkpoints at PATH, or beneath it: state, step, age, ranks, size.
 
-    Compares sizes, reads no data: see `verify`. Exits with 1 if one is not whole.
+    Looks two levels down where there is none at the first. Compares sizes, reads no data: see
+    `verify`. Exits with 1 if one is damaged, or of a save that did not end and that nobody holds.
     """
+    if max_age is not None and not newest:
+        text = "--max-age is for --newest, which is not there"
+        raise OptionError(text, option="max_age", value=max_age)
     _look(path)
     from torch_dcpx.cli.listing import show
 
-    return show(path, with_all=with_all, as_json=as_json)
+    return show(path, with_all=with_all, newest=newest, max_age_s=max_age, as_json=as_json)
 
 
 @app.command()

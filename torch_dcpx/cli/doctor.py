@@ -18,7 +18,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -27,8 +28,10 @@ from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, put_json, put_table
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.hook.settings import AUTOLOAD, INSTALL, is_asked, is_autoload_off
+from torch_dcpx.integrity.states import walk
+from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.directory import Directory, storage_error
-from torch_dcpx.storage.names import is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.names import is_data_file_name
 from torch_dcpx.storage.object_store import bucket_of
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
@@ -174,13 +177,13 @@ def _of_store(url: ObjectUrl) -> Iterator[Check]:
     client = f"by obstore {importlib.metadata.version('obstore')}"
     began = time.perf_counter()
     try:
-        names = list(bucket.listing(url.key).objects)
+        bucket.listing(url.key)
     except StorageError as error:
         yield Check("store", "failure", f"{error} ({client})")
         return
     answered_ms = (time.perf_counter() - began) * 1e3
     yield Check("store", "fine", f"lists '{url}' in {answered_ms:.0f} ms, {client}")
-    yield _left(names)
+    yield _checkpoints(url)
     try:
         bucket.check_conditional(url.key)
     except UnsupportedError as error:
@@ -198,7 +201,7 @@ def _of_directory(path: Path) -> Iterator[Check]:
         free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
         text = f"{_mount_of(path)}, {human_bytes(free)} of {human_bytes(whole)} free"
         yield Check("file system", "fine", text)
-        yield _left(directory.names())
+        yield _checkpoints(path)
         if status.f_flag & os.ST_RDONLY:
             text = "the file system is read-only: loads work, saves do not"
             yield Check("writing", "warning", text)
@@ -220,17 +223,35 @@ def _mount_of(path: Path) -> str:
     return "unknown ()"
 
 
-def _left(names: Sequence[str]) -> Check:
-    data, temporary = sum(map(is_data_file_name, names)), sum(map(is_temporary_name, names))
-    if any(map(is_metadata_name, names)):
-        text = f"a committed one, {counted(data, 'data file')} (see `dcpx inspect`)"
-        return Check("checkpoint", "fine", text)
-    if not data and not temporary:
+def _checkpoints(path: Location) -> Check:
+    """Says what lies at a path, or beneath it."""
+    counts: Counter[str] = Counter()
+    try:
+        for seen in walk(path):
+            kind, names = seen.state.kind, seen.look.names if seen.look else ()
+            if seen.path == path and kind == "committed":
+                files = counted(sum(map(is_data_file_name, names)), "data file")
+                saving = f"; a save to it is under way ({seen.state.saving})"
+                text = f"a committed one, {files} (see {command('inspect', path)})"
+                return Check("checkpoint", "fine", text + (saving if seen.state.saving else ""))
+            if seen.path == path and kind != "none":
+                state: _State = "fine" if kind in ("saving", "removed") else "warning"
+                look = f"; {command('ls', path)} says what can be done"
+                return Check("checkpoint", state, seen.state.text + look * (state != "fine"))
+            counts[kind] += kind != "none"
+    except StorageError as error:
+        if error.errno != errno.ENOENT:  # a URL beneath which nothing lies
+            return Check("checkpoint", "failure", str(error))
+    if not sum(counts.values()):
         return Check("checkpoint", "fine", "none here")
-    left = (
-        f"none: {counted(data, 'data file')} of saves that did not end, {temporary} temporary ones"
-    )
-    return Check("checkpoint", "warning", f"{left}; the next save that commits here removes them")
+    words = {"saving": "being saved", "unfinished": "of saves that did not end"}
+    others = [
+        f"{n} {words.get(kind, kind)}" for kind, n in counts.items() if n and kind != "committed"
+    ]
+    text = f"root of {counted(counts['committed'], 'checkpoint')}"
+    is_sound = not (counts["unfinished"] or counts["unreadable"])
+    more = "" if is_sound else f" (see {command('ls', path)})"
+    return Check("checkpoint", "fine" if is_sound else "warning", ", ".join([text, *others]) + more)
 
 
 def _writing(directory: Directory) -> Iterator[Check]:

@@ -15,7 +15,6 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.export import export
 from torch_dcpx.artifacts.opened import open_checkpoint
 from torch_dcpx.checkpoint.save import save
-from torch_dcpx.cli.listing import holds_files
 from torch_dcpx.cli.output import FINE, UNSOUND, put_error, put_json, put_lines
 from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
@@ -23,6 +22,7 @@ from torch_dcpx.integrity.contents import open_contents
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.reader.hints import listed
 from torch_dcpx.reader.safetensors import names_file
+from torch_dcpx.storage.names import holds_checkpoint
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.writer.writer import DcpxWriter
 
@@ -92,7 +92,7 @@ def _check_dest(source: Location, dest: Location, kind: Format | None, overwrite
     way = "name another place"
     is_source = isinstance(source, Path) and dest.samefile(source)
     if overwrite and not is_source:
-        is_checkpoint = dest.is_dir() and holds_files(dest)
+        is_checkpoint = dest.is_dir() and _holds_files(dest)
         # The library refuses a checkpoint beneath an export.
         if is_checkpoint or (kind != "dcp" and find_artifact(dest) is not None):
             return
@@ -100,6 +100,11 @@ def _check_dest(source: Location, dest: Location, kind: Format | None, overwrite
     elif not is_source:
         way += ", or replace it by --overwrite"
     raise OptionError(f"'{dest}' is there; {way}", option="dest", value=str(dest))
+
+
+def _holds_files(path: Path) -> bool:
+    with open_contents(path) as there:
+        return holds_checkpoint(there.look.names)
 
 
 def _check_url(source: Location, dest: ObjectUrl, kind: Format | None, overwrite: bool) -> None:
@@ -110,7 +115,7 @@ def _check_url(source: Location, dest: ObjectUrl, kind: Format | None, overwrite
         return
     way = "name another place"
     if dest != source:
-        is_same_kind = artifact in names if kind != "dcp" else holds_files(dest)
+        is_same_kind = artifact in names if kind != "dcp" else holds_checkpoint(names)
         if overwrite and is_same_kind:
             return
         way += ", or replace one of the same kind by --overwrite"

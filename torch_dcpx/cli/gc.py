@@ -1,73 +1,129 @@
-"""`dcpx gc`: lists, or removes, what failed saves have left in directories of checkpoints."""
+"""`dcpx gc`: lists, or removes, what saves and removals have left in directories of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 from torch_dcpx._text import counted, human_bytes
-from torch_dcpx.cli.listing import checkpoints_at
-from torch_dcpx.cli.output import FINE, exit_code, put_json, put_lines, put_table
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
+from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
+from torch_dcpx.integrity.states import Seen, state_at, walk
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 
+class _Row(NamedTuple):
+    """Files of one place: "left" by a save that did not end, "waiting" to go behind a removal, of a
+    save that is under way ("saving"), "removed" by this command, or "unknown".
+    """
+
+    path: Location
+    state: str
+    files: dict[str, int]  # bytes by name
+    nbytes: int
+    problem: str
+
+
 def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as_json: bool) -> int:
-    """Prints the leftovers at `paths`. Returns the exit code: that of the worst error."""
-    rows: list[dict[str, Any]] = []
-    code = FINE
-    for place in dict.fromkeys(place for path in paths for place in checkpoints_at(path)):
-        state, problem = "left", ""
-        try:
-            found = find_leftovers(place)
-            is_known = found.is_committed or found.is_removed
-            if found.files and not is_known and not (delete and place in paths):
-                problem = (
-                    f"no metadata: if it was a checkpoint, `dcpx repair {place}` may make it; "
-                )
-                problem += "--delete removes it only if it is named"
-            elif found.files and delete:
-                left = found.files
-                found, state = remove_leftovers(place, grace_s), "removed"
-                young = {name: size for name, size in left.items() if name not in found.files}
-                if young and isinstance(place, ObjectUrl):
-                    grace = GRACE_S if grace_s is None else grace_s
-                    stays = f"younger than {grace:.0f} s: a save may be under way; see --grace"
-                    rows.append(_row(place, "left", young, stays))
-        except DcpxError as error:
-            rows.append(_row(place, "unknown", {}, str(error)))
-            code = max(code, exit_code(error))
-            continue
-        if found.files:
-            rows.append(_row(place, state, found.files, problem))
+    """Prints the leftovers at `paths`. Returns the exit code: that of the worst error.
+
+    Raises: StorageError: a path cannot be listed, or is a URL beneath which nothing lies.
+    """
+    rows: dict[Location, list[_Row]] = {}
+    notes: list[str] = []
+    codes = {FINE}
+    for path in dict.fromkeys(paths):
+        is_any = False
+        for seen in walk(path):
+            is_any = is_any or seen.state.kind != "none"
+            if seen.state.kind == "none":
+                notes += [f"note: '{seen.path}': {seen.state.text}"] if seen.state.text else []
+            elif seen.path not in rows:
+                is_named = seen.path in paths
+                rows[seen.path] = list(_looked_at(seen, delete, grace_s, is_named, codes))
+        if not is_any:  # but for what a killed process may have left right there
+            rows[path] = list(_left(path, delete, grace_s))
+    shown = [row for each in rows.values() for row in each]
     if as_json:
-        put_json(rows)
-        return code
+        put_json(shown)
+    else:
+        _put(shown, paths, notes, delete=delete)
+    return UNSOUND if UNSOUND in codes else max(codes)
+
+
+def _looked_at(
+    seen: Seen, delete: bool, grace_s: float | None, is_named: bool, codes: set[int]
+) -> Iterator[_Row]:
+    """Yields the rows of a place, and removes what may go. One error hides no other place."""
+    try:
+        if seen.state.error is not None:
+            raise seen.state.error
+        state, is_listed = seen.state, not (delete and is_named)
+        if seen.place is not None and seen.look is not None and is_listed:
+            state = settled(seen.place, state, seen.look.names)
+        if state.saving and is_listed:
+            found = find_leftovers(seen.path)
+            if found.files:
+                text = state.text or f"a save is under way ({state.saving})"
+                yield _row(seen.path, "saving", found.files, text)
+        elif state.kind == "unfinished" and is_listed:
+            yield _row(seen.path, "left", find_leftovers(seen.path).files, state.text)
+        elif seen.state.kind == "removed":
+            yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)
+        else:
+            yield from _left(seen.path, delete, grace_s)
+    except DcpxError as error:
+        with suppress(StorageError):
+            if seen.place is not None and state_at(seen.path).kind != seen.state.kind:
+                return  # it was removed, or saved, meanwhile
+        yield _row(seen.path, "unknown", {}, str(error))
+        codes.add(exit_code(error))
+
+
+def _left(
+    path: Location, delete: bool, grace_s: float | None, state: str = "left", text: str = ""
+) -> Iterator[_Row]:
+    """Yields what has gone, and what stays and why."""
+    left = find_leftovers(path).files
+    gone = remove_leftovers(path, grace_s).files if left and delete else {}
+    if gone:
+        yield _row(path, "removed", gone, "")
+    stay = {name: size for name, size in left.items() if name not in gone}
+    if stay and delete and isinstance(path, ObjectUrl):
+        grace = GRACE_S if grace_s is None else grace_s
+        young = f"younger than {grace:.0f} s: a save or a load may be under way; see --grace"
+        text = f"{text}; {young}" if text else young
+    if stay:
+        yield _row(path, state, stay, text)
+
+
+def _row(path: Location, state: str, files: dict[str, int], problem: str) -> _Row:
+    return _Row(path, state, files, sum(files.values()), problem)
+
+
+def _put(
+    rows: Sequence[_Row], paths: Sequence[Location], notes: Sequence[str], *, delete: bool
+) -> None:
+    """Prints a table of the rows, and what they are."""
     if not rows:
-        put_lines([f"no file there is left by a save: {', '.join(map(str, paths))}"])
-        return code
+        put_lines([f"no file there is left by a save: {', '.join(map(str, paths))}", *notes])
+        return
+    columns = ["state", "#files", "#size", "name"]
     put_table(
-        ["directory", "state", "#files", "#size", "problem"],
-        (
-            (
-                row["path"],
-                row["state"],
-                len(row["files"]),
-                human_bytes(row["nbytes"]),
-                row["problem"],
-            )
-            for row in rows
-        ),
+        columns,
+        ((row.state, len(row.files), human_bytes(row.nbytes), row.path) for row in rows),
     )
-    files = sum(len(row["files"]) for row in rows if row["state"] == "left" and not row["problem"])
-    if files and not delete:
+    put_lines(f"{row.path}: {row.problem}" for row in rows if row.problem)
+    left = sum(len(row.files) for row in rows if row.state == "left" and not row.problem)
+    waiting = sum(len(row.files) for row in rows if row.state == "waiting")
+    if left and not delete:
         put_lines(
-            [f"{counted(files, 'file')} left by saves that did not end: --delete removes them"]
+            [f"{counted(left, 'file')} left by saves that did not end: --delete removes them"]
         )
-    return code
-
-
-def _row(place: Location, state: str, files: dict[str, int], problem: str) -> dict[str, Any]:
-    total = sum(files.values())
-    return {"path": place, "state": state, "files": files, "nbytes": total, "problem": problem}
+    if waiting and not delete:
+        text = f"{counted(waiting, 'file')} of checkpoints that their manager has removed: a later "
+        put_lines([f"{text}commit of it takes them, --delete those that are old"])
+    put_lines(notes)

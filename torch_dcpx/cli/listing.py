@@ -1,159 +1,220 @@
-"""`dcpx ls`, `dcpx verify` and `dcpx repair`: print checkpoints, and the library's reports."""
+"""`dcpx ls`, `dcpx verify` and `dcpx repair`: print what the library returns."""
 
 from __future__ import annotations
 
 import errno
-import re
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, overload
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torch_dcpx._text import counted, human_bytes
-from torch_dcpx.cli.inspect import described, described_in
+from torch_dcpx._text import age_text, counted
+from torch_dcpx.cli.inspect import described
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
     UNSOUND,
-    is_of_checkpoint,
+    exit_code,
+    put_error,
     put_json,
     put_lines,
+    put_problem,
     put_table,
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
-from torch_dcpx.integrity.contents import open_checkpoint
-from torch_dcpx.integrity.findings import RepairReport, VerifyReport
+from torch_dcpx.integrity.contents import open_checkpoint, open_contents
+from torch_dcpx.integrity.facts import Facts
+from torch_dcpx.integrity.findings import RepairReport
 from torch_dcpx.integrity.repair import repair
+from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
 from torch_dcpx.integrity.verify import verify
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.safetensors import names_file
-from torch_dcpx.storage.names import Look, is_data_file_name, is_metadata_name, is_temporary_name
+from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.place import Place
-from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.views.ls import Listing, listed, ls
 
 
-class _Listed(NamedTuple):
-    """One directory or prefix."""
-
-    name: str
-    state: str  # "whole", "damaged", "uncommitted", "unreadable" or "none"
-    written_by: str = ""
-    items: int = 0
-    files: int = 0
-    nbytes: int = 0
-    problem: str = ""
-
-
-def show(path: Location, *, with_all: bool, as_json: bool) -> int:
+def show(
+    path: Location,
+    *,
+    with_all: bool,
+    newest: bool = False,
+    max_age_s: float | None = None,
+    as_json: bool,
+) -> int:
     """Prints the checkpoints at `path`. Returns the exit code.
 
     Raises: StorageError: it cannot be listed; of a URL, nothing is there.
     """
-    with open_checkpoint(path) as place:
-        look = place.look()
-        if _are_files(look.names):
-            found = [_listed(place, look, path.name or str(path))]
-        else:
-            beneath = look.beneath()
-            if place.is_object and not (look.names or beneath):
-                text = f"'{path}': the store holds nothing beneath it"
-                raise StorageError(text, errno=errno.ENOENT, path=str(path))
-            found = [_listed_at(path / name, name) for name in sorted(beneath, key=_in_order)]
-    if not with_all:
-        found = [each for each in found if each.state != "none"]
+    found = ls(path, with_all=with_all)
+    if newest:
+        return _show_newest(path, found, max_age_s, as_json=as_json)
     if as_json:
-        put_json(found)
+        put_json(found.checkpoints)
+    elif found.checkpoints:
+        put_table(*found.table())
+        put_lines(found.notes)
     else:
-        put_table(
-            ["name", "state", "written by", "#items", "#files", "#size", "problem"],
-            ((*each[:5], human_bytes(each.nbytes), each.problem) for each in found),
-        )
-    states = {each.state for each in found}
-    if states & {"damaged", "uncommitted"}:
+        put_lines([found.head()])
+    states = {each.state for each in found.checkpoints}
+    if states & {"damaged", "unfinished"}:
         return UNSOUND
     return CANNOT if "unreadable" in states else FINE
 
 
-def _in_order(name: str) -> list[str | int]:
-    """Returns a key by which step-5 comes before step-10."""
-    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
+def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_json: bool) -> int:
+    """Prints the newest committed one. Returns the exit code: 1 where it is older than wanted."""
+    one = found.newest
+    if one is None:
+        text = f"'{path}' holds no committed checkpoint ({found.head().rpartition(': ')[2]})"
+        raise StorageError(text, errno=errno.ENOENT, path=str(path))
+    if as_json:
+        put_json(one)
+    else:
+        put_table(*Listing(found.path, (one,)).table())
+    if max_age_s is None:
+        return FINE
+    if one.age_s is None:
+        put_problem(f"'{one.path}': nobody knows when it was saved")
+        return CANNOT
+    if one.age_s > max_age_s:
+        text = f"the newest committed one, '{one.path}', was saved {age_text(one.age_s)}"
+        put_problem(f"{text}: more than {max_age_s:g} s")
+        return UNSOUND
+    return FINE
 
 
-def holds_files(path: Location) -> bool:
-    """Returns whether files of a checkpoint lie in a directory, or beneath a URL."""
-    with open_checkpoint(path) as place:
-        return _are_files(place.names())
+class _Verified(NamedTuple):
+    """What `verify` says of one place."""
 
-
-def _are_files(names: Iterable[str]) -> bool:
-    return any(
-        is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
-        for name in names
-    )
-
-
-def _listed_at(path: Location, name: str) -> _Listed:
-    try:
-        with open_checkpoint(path) as place:
-            return _listed(place, place.look(), name)
-    except DcpxError as error:
-        return _unreadable(name, error)
-
-
-def _unreadable(name: str, error: DcpxError) -> _Listed:
-    state = "damaged" if is_of_checkpoint(error) else "unreadable"
-    return _Listed(name, state, problem=f"{type(error).__name__}: {error}")
-
-
-def _listed(place: Place, look: Look, name: str) -> _Listed:
-    try:
-        if not _are_files(look.names):
-            return _Listed(name, "none")
-        with being_read(place.path):
-            found = described_in(place, look)
-    except NotCommittedError as error:
-        return _Listed(name, "uncommitted", problem=str(error))
-    except DcpxError as error:
-        return _unreadable(name, error)
-    faults = [fault for each in found for fault in each.faults]
-    state, problem = ("damaged", faults[0]) if faults else ("whole", "")
-    items = sum(len(each.fqns) for each in found)
-    nbytes = sum(each.nbytes for each in found)
-    files: set[str] = set().union(*(each.files for each in found))
-    return _Listed(name, state, found[0].written_by, items, len(files), nbytes, problem)
+    code: int
+    lines: list[str]
+    row: dict[str, Any]  # of the JSON
+    state: str
 
 
 def run_verify(paths: Sequence[Location], *, workers: int | None, as_json: bool) -> int:
-    """Prints a report of `verify` for each checkpoint at these paths. Returns the exit code."""
-    places = list(dict.fromkeys(place for path in paths for place in checkpoints_at(path)))
-    reports: list[VerifyReport] = []
-    for place in places:
-        with showing_progress(f"verify {place.name}", is_shown=not as_json) as tell:
-            reports.append(verify(place, workers=workers, progress=tell))
-        if not as_json:
-            put_lines(str(reports[-1]).splitlines())
-    found = [{"ok": report.ok, **vars(report)} for report in reports]
-    damaged = sum(not report.ok for report in reports)
+    """Prints a report of `verify` for each checkpoint at these paths. Returns the exit code: damage
+    that was found counts more than what could not be looked at.
+
+    Raises: StorageError: at one of these paths is no checkpoint.
+    """
+    found: dict[Location, _Verified] = {}
+    for path in dict.fromkeys(paths):
+        is_any = False
+        for seen in _seen_at(path):
+            is_any = is_any or seen is None or seen.state.kind != "none"
+            where = path if seen is None else seen.path
+            if seen is not None and seen.state.kind == "none":
+                one = _unverified(seen, seen.state, is_named=False)
+            elif where in found:
+                continue
+            else:
+                one = _verified(path, seen, workers, as_json=as_json)
+                found[where] = one
+            put_lines(() if as_json else one.lines)
+        if not is_any:
+            text = f"'{path}' holds no checkpoint, nor does what lies beneath it"
+            raise StorageError(text, errno=errno.ENOENT, path=str(path))
+    rows = [one.row for one in found.values()]
     if as_json:
-        put_json(found[0] if places == list(paths) and len(found) == 1 else found)
-    elif len(reports) > 1:
-        put_lines([f"{counted(len(reports), 'checkpoint')}, {damaged} with faults"])
-    return UNSOUND if damaged else FINE
+        put_json(rows[0] if list(found) == list(paths) and len(rows) == 1 else rows)
+    elif len(rows) > 1:
+        put_lines([_summary(found.values())])
+    codes = {one.code for one in found.values()}
+    return UNSOUND if UNSOUND in codes else max(codes, default=FINE)
 
 
-@overload
-def checkpoints_at(path: Path) -> list[Path]: ...
-@overload
-def checkpoints_at(path: Location) -> list[Location]: ...
-def checkpoints_at(path: Location) -> Sequence[Location]:
-    """Returns `path`, or the directories beneath it that hold files of checkpoints."""
+def _seen_at(path: Location) -> Iterator[Seen | None]:
+    """Yields what a path means for `verify`: None stands for files of an export at the path."""
     if names_file(path):
-        return [path]
-    with open_checkpoint(path) as place:
-        look = place.look()
-    if _are_files(look.names):
-        return [path]
-    return [path / name for name in look.beneath() if holds_files(path / name)] or [path]
+        yield None
+        return
+    is_any = False
+    for seen in walk(path):
+        is_any = is_any or seen.state.kind != "none"
+        if seen.state.kind != "none" or seen.state.text:
+            yield seen
+    if not is_any:
+        with open_contents(path) as contents:
+            is_export = contents.artifact is not None
+        if is_export:
+            yield None
+
+
+def _verified(
+    path: Location, seen: Seen | None, workers: int | None, *, as_json: bool
+) -> _Verified:
+    """Verifies one place: one that cannot be read hides no other."""
+    where = path if seen is None else seen.path
+    if seen is not None:
+        state = seen.state
+        if seen.place is not None and seen.look is not None:
+            state = settled(seen.place, state, seen.look.names)
+        if state.kind in ("saving", "removed", "unreadable"):
+            return _unverified(seen, state, is_named=where == path)
+    began = time.time()
+    try:
+        with showing_progress(f"verify {where.name}", is_shown=not as_json) as tell:
+            report = verify(where, workers=workers, progress=tell)
+            if not report.ok and seen is not None and _is_new(where, began):
+                report = verify(where, workers=workers, progress=tell)
+        row: dict[str, Any] = {"ok": report.ok, **_facts(seen), **vars(report)}
+    except DcpxError as error:
+        if seen is None or where == path:
+            raise
+        now = state_at(where)
+        if now.kind in ("saving", "removed", "none"):  # meanwhile
+            return _unverified(seen, now, is_named=False)
+        return _unverified(seen, State("unreadable", str(error), error=error), is_named=False)
+    if seen is not None and not report.ok:
+        now = state_at(where)
+        if now.kind in ("saving", "removed", "none"):  # meanwhile
+            return _unverified(seen, now, is_named=where == path)
+        row["state"] = "damaged" if row["state"] == "committed" else row["state"]
+    code = FINE if report.ok else UNSOUND
+    return _Verified(code, str(report).splitlines(), row, "whole" if report.ok else "with faults")
+
+
+def _is_new(path: Location, since: float) -> bool:
+    """Returns whether a save has committed since a time, or is under way."""
+    try:
+        with open_checkpoint(path) as place:
+            state, look = state_of(place)
+    except NotCommittedError:
+        return False
+    dates = map(look.modified_s, filter(is_metadata_name, look.names))
+    return bool(state.saving) or any(date is not None and date >= since - 1 for date in dates)
+
+
+def _facts(seen: Seen | None) -> dict[str, Any]:
+    """Returns what `Facts` has; of an export that it is there."""
+    if seen is None:
+        return Facts(state="committed")._asdict()
+    row = listed(seen)
+    return {name: getattr(row, name) for name in Facts._fields}
+
+
+def _unverified(seen: Seen, state: State, *, is_named: bool) -> _Verified:
+    """Returns what is said of a place that is no checkpoint: beneath a root it is no fault."""
+    is_wrong = state.kind == "unreadable" or is_named
+    code = FINE
+    if is_wrong:
+        code = CANNOT if state.error is None else exit_code(state.error)
+    facts = {**_facts(seen), "state": state.kind}
+    row = {"ok": not is_wrong, **facts, "path": str(seen.path), "problem": state.text}
+    text = f"'{seen.path}' is not verified: {state.text or 'it has gone'}"
+    return _Verified(code, [text], {**row, "findings": []}, state.kind)
+
+
+def _summary(found: Iterable[_Verified]) -> str:
+    counts = Counter(one.state for one in found)
+    verified = counts.pop("whole", 0) + counts["with faults"]
+    text = f"{counted(verified, 'checkpoint')}, {counts.pop('with faults', 0)} with faults"
+    words = {"saving": "being saved", "unreadable": "unreadable", "none": "gone meanwhile"}
+    return ", ".join([text, *(f"{n} {words.get(kind, kind)}" for kind, n in counts.items())])
 
 
 def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
@@ -161,6 +222,9 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
     try:
         report = repair(path, **arguments)
     except RepairError as error:
+        if arguments["files"] is None and state_at(path).kind in ("none", "removed"):
+            put_error(error, as_json=as_json)
+            return CANNOT
         if not error.is_good or any(each.faults for each in described(path)):
             raise
         if as_json:

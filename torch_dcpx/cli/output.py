@@ -36,7 +36,7 @@ FINE, UNSOUND, CANNOT = 0, 1, 2
 
 _Args = ParamSpec("_Args")
 _ENDLESS = 1 << 20  # columns: too many to wrap a line
-_OF_CHECKPOINT = (CorruptionError, NotCommittedError, RepairError, ShortReadError)
+_OF_CHECKPOINT = (CorruptionError, RepairError, ShortReadError)
 
 _on_stdout = functools.partial(Console, highlight=False, emoji=False, markup=False)
 _on_stderr = functools.partial(_on_stdout, stderr=True)
@@ -76,7 +76,9 @@ def put_error(error: Exception, *, as_json: bool) -> None:
 
 
 def is_of_checkpoint(error: Exception) -> bool:
-    """Returns whether an error is a fault of a checkpoint."""
+    """Returns whether an error is a fault of a checkpoint, or of what a save has left."""
+    if isinstance(error, NotCommittedError):
+        return bool(error.files)
     return isinstance(error, _OF_CHECKPOINT)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +12,15 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx.errors import CorruptionError, NotCommittedError, StorageError
+from torch_dcpx.errors import CorruptionError, NotCommittedError
+from torch_dcpx.integrity.states import opened
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
-from torch_dcpx.reader.hints import absent, add_repair
+from torch_dcpx.reader.hints import add_repair
 from torch_dcpx.reader.safetensors import file_among, names_file
 from torch_dcpx.storage.names import METADATA_NAME, Look, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
 from torch_dcpx.storage.paths import checked_location
-from torch_dcpx.storage.place import Place, open_place
+from torch_dcpx.storage.place import Place
 
 _WAY_OUT = "copy or mount it, and name the directory"
 
@@ -39,17 +39,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Place:
         StorageError: it cannot be opened.
         OptionError, UnsupportedError: as `checked_location`.
     """
-    return _opened(location(path), os.fsdecode(path))
-
-
-def _opened(where: Location, text: str) -> Place:
-    """Opens a place, which errors call `text`."""
-    try:
-        return open_place(where)
-    except StorageError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
-            raise
-        raise NotCommittedError(absent(text), errno=error.errno, path=text) from error
+    return opened(location(path), os.fsdecode(path))
 
 
 class Contents(NamedTuple):
@@ -70,7 +60,7 @@ def open_contents(path: str | os.PathLike[str]) -> Iterator[Contents]:
     where = location(path)
     name = where.name if names_file(where) else None
     directory = where if name is None else where.parent
-    with _opened(directory, os.fsdecode(path if name is None else directory)) as place:
+    with opened(directory, os.fsdecode(path if name is None else directory)) as place:
         look = place.look()
         yield Contents(where, place, look, name or artifact_among(where, look.names))
 

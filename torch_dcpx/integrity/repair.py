@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,12 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from torch_dcpx._arguments import check_bool, checked_globals, checked_globs
-from torch_dcpx.errors import CorruptionError, RepairError, UnsafePickleError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    CorruptionError,
+    RepairError,
+    UnsafePickleError,
+)
 from torch_dcpx.integrity.compare import (
     StoredCheckpoint,
     items_by_file,
@@ -39,6 +45,7 @@ from torch_dcpx.integrity.rebuild import (
     one_generation,
     one_save,
 )
+from torch_dcpx.integrity.states import state_of
 from torch_dcpx.metadata.file import decode_columns, decode_file_names, decode_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
@@ -46,7 +53,6 @@ from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath, command
 from torch_dcpx.storage.names import (
     METADATA_NAME,
-    TOMBSTONE_NAME,
     FileEntry,
     is_data_file_name,
     is_metadata_name,
@@ -106,6 +112,7 @@ def repair(
     check_bool("accept_assumptions", accept_assumptions)
     safe_globals = checked_globals(safe_globals)
     with open_checkpoint(path) as directory:
+        _refuse_state(directory, is_named=files is not None)
         run = _Repair(directory, files, safe_globals)
         locks = SaveLocks()
         try:
@@ -132,6 +139,22 @@ def repair(
             # Knowledge of saves that did not end stays.
             locks.release(has_ended_well=not locks.found_unended)
     return report
+
+
+def _refuse_state(directory: Place, *, is_named: bool) -> None:
+    """Raises RepairError, ConcurrentSaveError where nothing is to be repaired now."""
+    state, _ = state_of(directory)
+    path = str(directory.path)
+    if state.kind == "saving" or (state.saving and state.kind == "committed"):
+        raise ConcurrentSaveError(
+            f"repair '{path}': a save is under way ({state.saving}); wait for it",
+            errno=errno.EWOULDBLOCK,
+            path=path,
+            owner=state.saving,
+        )
+    if state.kind == "removed" and not is_named:
+        why = f"{state.text}. What is left may be a part: name its files, repair(..., files=[...])"
+        raise RepairError(f"repair '{path}': {why}", path=path)
 
 
 def _refuse_assumed(report: RepairReport) -> None:
@@ -287,9 +310,6 @@ class _Repair:
         if self._chosen is not None:
             return sorted(set(self._chosen))
         names = self._directory.names()
-        if TOMBSTONE_NAME in names:
-            why = f"'{TOMBSTONE_NAME}' says that it was being deleted: what is left may be a part; "
-            raise self._refusal(name, why + "name its files, repair(..., files=[...])")
         candidates = set(filter(is_data_file_name, names))
         for other in filter(is_metadata_name, names):
             if other != name and self._is_good(other):

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch_dcpx._arguments import check_callable, checked_globals
 from torch_dcpx._native import _C
-from torch_dcpx._text import counted
 from torch_dcpx.integrity.artifact import verify_artifact
 from torch_dcpx.integrity.compare import (
     LookedAt,
@@ -32,8 +31,10 @@ from torch_dcpx.integrity.compare import (
 from torch_dcpx.integrity.contents import commits_among, open_contents
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
 from torch_dcpx.integrity.footers import RawFinding
+from torch_dcpx.integrity.states import state_of
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader.hints import beneath, command
+from torch_dcpx.reader.hints import beneath
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     Look,
@@ -134,15 +135,13 @@ class _Run:
         data_names = list(filter(is_data_file_name, names))
         unnamed = [name for name in data_names if name not in self.looked]
         if not self.commits:
-            message = (
-                f"'{self.directory.path}' holds no committed checkpoint: no '{METADATA_NAME}' and "
-                f"none of a rank, but {counted(len(data_names), 'data file')}"
-            )
-            if data_names:
-                repair = command("repair", self.directory.path)
-                message += f"; if a save of theirs ended well, {repair} makes it anew"
-            else:
+            state, _ = state_of(self.directory)
+            state = settled(self.directory, state, names)
+            message = f"'{self.directory.path}' holds no committed checkpoint"
+            if state.kind == "none":
                 message += beneath(self.directory.path)
+            else:
+                message += f": {state.text}"
             self.findings.append(file_finding("uncommitted", METADATA_NAME, message))
         if len(known) < len(self.commits) or not known:
             for name in unnamed:  # nobody knows their save: each is looked at by itself

@@ -295,8 +295,8 @@ class StoreRoot:
                 "which objects are its own; remove them by hand",
                 path=str(place.path / METADATA_NAME),
             )
-        note = json.dumps({"tag": found[0], "files": sorted(named)})
-        place.bucket.put_again(place.key(TOMBSTONE_NAME), note.encode())
+        noted = {"tag": found[0], "files": sorted(named), "grace_s": self._grace_s}
+        place.bucket.put_again(place.key(TOMBSTONE_NAME), json.dumps(noted).encode())
         try:
             if place.is_regular(PIN_NAME):
                 raise UnsupportedError(f"delete '{place.path}': it is pinned; unpin it first")

@@ -15,6 +15,7 @@ from torch_dcpx.errors import CorruptionError, DcpxError, StorageError, UnsafePi
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,
+    TOMBSTONE_NAME,
     is_data_file_name,
     is_metadata_name,
 )
@@ -66,6 +67,8 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
             else "; load_tensors and open_checkpoint take rank=, dcpx inspect, cat and diff --rank"
         )
         return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
+    if TOMBSTONE_NAME in names:
+        return f"{text}: its manager has removed it"
     if files:
         return (
             f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 METADATA_NAME = ".metadata"
@@ -40,6 +40,10 @@ _POINTER_TEMPORARY = re.compile(r"newest\.[0-9a-f]{12}\.tmp")
 _OPEN_FILE = re.compile(r"\.nfs[0-9a-f]{8,}|\.fuse_hidden[0-9a-f]{8,}")
 _ROOT_LOCK = re.compile(r"\.dcpx\.root\.([1-9][0-9]{0,17})")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
+# As managers, torchtitan, Megatron-Core, DeepSpeed, Lightning and the Trainer write it.
+_STEP = re.compile(
+    r"(?<![A-Za-z])(?:(?:(?:global_?)?step|iter)[-_=]?([0-9]{1,18})(?![0-9])|checkpoint-([0-9]{1,18}))"
+)
 
 
 class Look(NamedTuple):
@@ -150,6 +154,23 @@ def is_of_checkpoint(name: str) -> bool:
         or is_temporary_name(name)
         or is_rank_lock(name)
     )
+
+
+def holds_checkpoint(names: Iterable[str]) -> bool:
+    """Whether files of a save lie among these names: metadata, data, or temporary ones."""
+    return any(
+        is_metadata_name(name) or is_data_file_name(name) or is_temporary_name(name)
+        for name in names
+    )
+
+
+def step_in(path: str) -> int | None:
+    """Returns the training step that the last names of a path say; None: they say none."""
+    for name in reversed(path.split("/")):
+        found = _STEP.search(name)
+        if found is not None:
+            return int(found[1] or found[2])
+    return None
 
 
 def rank_lock_name(rank: int) -> str:

@@ -27,10 +27,10 @@ from torch_dcpx.storage.object_store import (
 )
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
-from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
+    from torch_dcpx.timelines import Timeline
 
 logger = logging.getLogger("torch_dcpx")
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcpx.errors import OptionError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket
-from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C
+    from torch_dcpx.timelines import Timeline
 
 KIB = 1 << 10
 MIB = 1 << 20

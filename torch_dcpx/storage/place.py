@@ -24,6 +24,7 @@ from torch_dcpx.storage.directory import (
     make_directory,
     remove_leftover,
     storage_error,
+    storage_errors,
     wrong_size,
 )
 from torch_dcpx.storage.names import (
@@ -38,10 +39,10 @@ from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.save_lock import SaveLock
-from torch_dcpx.timelines import Timeline
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
+    from torch_dcpx.timelines import Timeline
 
 
 # Differs once a name means another file or object, or was written to.
@@ -59,12 +60,17 @@ class PosixPlace(Directory):
 
     def look(self) -> Look:
         """Returns what is there. Raises: StorageError."""
-        names = self.names()
+        return Look(self.names(), self._size, self._beneath, self._modified_s)
 
-        def beneath() -> list[str]:
-            return [name for name in names if (self.path / name).is_dir()]
-
-        return Look(names, self._size, beneath, self._modified_s)
+    def _beneath(self) -> list[str]:
+        """Returns the names of directories, and of links to such, by one listing."""
+        found: list[str] = []
+        with storage_errors("list", self.path, is_read=True), os.scandir(self.fd) as entries:
+            for entry in entries:
+                with suppress(OSError):  # of a link: to itself, or to where nobody may look
+                    if entry.is_dir():
+                        found.append(entry.name)
+        return sorted(found)
 
     def _size(self, name: str) -> int | None:
         """Returns the size of a regular file beneath the directory, reached through no link."""

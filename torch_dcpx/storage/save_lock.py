@@ -88,6 +88,41 @@ def holders_of(fd: int) -> str:
     return f"host={socket.gethostname()} pid={','.join(pids[:_MAX_OTHERS])}" if pids else ""
 
 
+def owner_of(directory: Directory, name: str) -> str:
+    """Returns who holds a lock file now, as "host=... pid=..."; "" if nobody does, or it cannot be
+    seen.
+
+    It takes the lock, shared and for a moment, only where a save of another machine or container
+    has noted itself there: else a save that begins at that moment would be refused.
+    Raises: StorageError; CorruptionError: it is no regular file.
+    """
+    with directory.open_regular(name) as file:
+        held = holders_of(file.fd)
+        if held:
+            return held
+        for line in _lines(file.part(0, min(file.nbytes, _MAX_RECORD_BYTES))):
+            words = dict(word.partition("=")[::2] for word in line.split())
+            owner = f"host={words.get('host', '')} pid={words.get('pid', '')}"
+            if words.get("boot") == boot_id() and words.get("host") == socket.gethostname():
+                # A file system may show locks under another device than its files.
+                pid = words.get("pid", "")
+                if pid.isdigit() and Path(f"/proc/{pid}").exists() and _is_taken(file.fd):
+                    return owner
+            elif _is_taken(file.fd):
+                return owner
+    return ""
+
+
+def _is_taken(fd: int) -> bool:
+    try:
+        missing = flock.take(fd, fcntl.LOCK_SH)
+    except OSError:
+        return True
+    if missing is None:
+        flock.give_back(fd)
+    return False
+
+
 def saves_elsewhere(directory: Directory, name: str) -> list[str]:
     """Returns a line for each save of another machine that took the lock and did not end.
 

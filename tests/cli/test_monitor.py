@@ -1,0 +1,199 @@
+"""A monitor's script on a root in a directory that is saved to, retained and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from support.saves import change, data_files, save
+
+import torch_dcpx
+from torch_dcpx.cli.app import app
+from torch_dcpx.errors import StorageError
+from torch_dcpx.integrity import states
+
+STATE = {"w": torch.arange(4000.0), "step": 3}
+VERBS = ("ls", "verify", "gc")
+
+
+def dcpx(*args: object, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*map(str, args), "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def text_of(*args: object) -> str:
+    return CliRunner().invoke(app, list(map(str, args))).output
+
+
+def checkpoint_check(path: Path) -> tuple[str, str]:
+    (found,) = (row for row in dcpx("doctor", path) if row["name"] == "checkpoint")
+    return found["state"], found["text"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with torch_dcpx.CheckpointManager(tmp_path / "run", no_dist=True, keep_last=3) as manager:
+        for step in range(1, 6):
+            manager.save(step, state={"w": torch.ones(30)})
+        manager.wait()
+    return tmp_path / "run"
+
+
+def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Path) -> None:
+    (root / "step-3/.metadata").rename(root / "step-3/.dcpx.deleted")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(_done: int, _total: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    options = torch_dcpx.WriteOptions(progress=hold)
+    arguments: dict[str, Any] = {"no_dist": True, "options": options}
+    places = (root / "step-4", root / "step-6")  # over another one, and a new one
+    saves = [
+        threading.Thread(target=torch_dcpx.save, args=(STATE, place), kwargs=arguments)
+        for place in places
+    ]
+    for one in saves:
+        one.start()
+        assert begun.wait(60)
+        begun.clear()
+    try:
+        listed = dcpx("ls", root)
+        assert [row["state"] for row in listed] == ["removed", "committed", "committed", "saving"]
+        assert f"pid={os.getpid()}" in listed[1]["saving"]
+        verified = dcpx("verify", root)
+        assert [row["state"] for row in verified] == [row["state"] for row in listed]
+        assert [row["step"] for row in verified] == [3, 4, 5, 6]
+        waiting, *_ = dcpx("gc", root)
+        assert waiting["state"] == "waiting"
+        assert checkpoint_check(root) == (
+            "fine", "root of 2 checkpoints, 1 removed, 1 being saved",
+        )  # fmt: skip
+        shown = "".join(text_of(verb, root) for verb in VERBS)
+        assert "dcpx repair" not in shown and "did not end" not in shown
+        for step in (3, 6):
+            assert "error" in dcpx("repair", root / f"step-{step}", code=2)
+        dcpx("verify", root / "step-6", code=2)  # it is no checkpoint yet
+        names = {path: data_files(path) for path in places}
+        dcpx("gc", root, "--delete")
+        assert names == {path: data_files(path) for path in places}
+    finally:
+        go_on.set()
+        for one in saves:
+            one.join()
+    assert dcpx("ls", root, "--newest")["step"] == 6
+    assert [row["state"] for row in dcpx("ls", root)] == ["removed"] + ["committed"] * 3
+
+
+def test_every_command_reads_the_same_of_a_save_that_did_not_end(root: Path) -> None:
+    (root / "step-5/.metadata").unlink()
+    (root / "step-6").mkdir()
+    (root / "step-6/__0_0.distcp").write_bytes(b"a part")
+    listed = dcpx("ls", root, code=1)
+    assert [row["state"] for row in listed] == ["committed"] * 2 + ["unfinished"] * 2
+    assert "dcpx repair --accept-assumptions" in listed[2]["problem"]
+    assert "no repair can help: `dcpx gc --delete" in listed[3]["problem"]
+    dcpx("verify", root, code=1)
+    assert checkpoint_check(root)[0] == "warning"
+    assert [row["state"] for row in dcpx("gc", root)] == ["left", "left"]
+    for row, args in ((listed[2], ()), (listed[3], ())):  # the advice, as it is written
+        line = row["problem"].split("`")[1].split()
+        assert line[0] == "dcpx"
+        dcpx(*line[1:], *args)
+    assert [row["state"] for row in dcpx("ls", root)] == ["committed"] * 3
+    dcpx("verify", root)
+
+
+def test_damage_is_one_storages_errors_are_two_and_damage_beats_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = states.open_place
+
+    def refuse(path: Any) -> Any:  # tests may run as root, whom no mode refuses
+        if path.name in ("step-4", "lost+found", "private"):
+            text = f"open directory '{path}': Permission denied"
+            raise StorageError(text, errno=13, path=str(path))
+        return opened(path)
+
+    monkeypatch.setattr(states, "open_place", refuse)
+    for name in ("lost+found", "private"):
+        (root / name).mkdir()
+    for verb in VERBS:
+        assert len(dcpx(verb, root, code=2)) >= 1
+        shown = text_of(verb, root)
+        assert "lost+found" in shown and "step-4" in shown and "Permission denied" in shown
+    change(root / "step-5/__0_0.distcp", 100, b"\xff\xff")
+    dcpx("verify", root, code=1)
+    (root / "step-5/.metadata").write_bytes(b"nonsense")
+    for verb in VERBS:
+        dcpx(verb, root, code=1)
+    for name in ("step-4", "step-5"):
+        for path in (root / name).iterdir():
+            path.unlink()
+        (root / name).rmdir()
+    for verb in VERBS:  # what is left is sound, and two notes
+        dcpx(verb, root)
+
+
+def test_trainers_output_is_shown_two_levels_down(tmp_path: Path) -> None:
+    for step in (500, 1000):
+        for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+            save(STATE, tmp_path / f"checkpoint-{step}" / part, "stock")
+        (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text("{}")
+    (tmp_path / "runs/deep/er").mkdir(parents=True)
+    wanted = [
+        (f"checkpoint-{step}/{part}", step, "committed")
+        for step in (500, 1000)
+        for part in ("optimizer_0", "pytorch_model_fsdp_0")
+    ]
+    assert [(row["name"], row["step"], row["state"]) for row in dcpx("ls", tmp_path)] == wanted
+    assert [row["step"] for row in dcpx("verify", tmp_path)] == [500, 500, 1000, 1000]
+    assert checkpoint_check(tmp_path) == ("fine", "root of 4 checkpoints")
+    assert dcpx("gc", tmp_path) == []
+
+
+def test_verify_beside_retention_never_calls_what_it_removes_damaged(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, torch_dcpx\n"
+        "with torch_dcpx.CheckpointManager(sys.argv[1], no_dist=True, keep_last=2) as manager:\n"
+        "    for step in range(1, 61):\n"
+        "        manager.save(step, state={'w': torch.ones(3000)})\n"
+    )
+    job = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"])
+    try:
+        looks = 0
+        while job.poll() is None:
+            if (tmp_path / "run/step-2").exists() or looks:
+                looks += 1
+                for verb in VERBS:
+                    result = CliRunner().invoke(app, [verb, str(tmp_path / "run")])
+                    assert result.exit_code == 0, result.output
+    finally:
+        job.kill()
+        job.wait()
+    assert looks > 3
+    assert dcpx("ls", tmp_path / "run", "--newest")["step"] == 60
+
+
+def test_doctor_of_a_root_imports_no_torch(root: Path) -> None:
+    code = (
+        "import sys, torch_dcpx.cli as cli, atexit\n"
+        "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
+        f"sys.argv = ['dcpx', 'doctor', {str(root)!r}]\n"
+        "cli.main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert "root of 3 checkpoints" in result.stdout
+    assert result.stderr.splitlines()[-1] == "False"

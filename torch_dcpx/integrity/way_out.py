@@ -1,0 +1,49 @@
+"""What can be done with what a save has left: a repair, or its removal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torch_dcpx.errors import DcpxError, RepairError
+from torch_dcpx.integrity.repair import repair
+from torch_dcpx.integrity.states import State
+from torch_dcpx.reader.hints import command
+from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_rank_lock
+from torch_dcpx.storage.place import Place
+
+
+def settled(directory: Place, state: State, names: Sequence[str]) -> State:
+    """Returns an "unfinished" state with what can be done, another one as it is. Young objects that
+    prove no checkpoint may be of a save under way.
+    """
+    if state.kind != "unfinished":
+        return state
+    is_help, text = _way_out(directory, names)
+    if state.is_young and not is_help:
+        text = f"{state.text}, or a save is under way: the objects are young"
+        return State("saving", text, "objects are young")
+    return state._replace(text=f"{state.text}; {text}")
+
+
+def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:
+    """Returns whether a repair can help, or may, and what can be done."""
+    path = str(directory.path)
+    wrong: tuple[str, ...] = ()
+    try:
+        needs = repair(path, dry_run=True).assumptions
+    except RepairError as error:
+        wrong = error.candidates or ()
+        if any(map(is_rank_lock, names)) and not wrong:
+            return True, f"{command('repair', path)} with --rank-local or --all-ranks may mend it"
+    except DcpxError as error:
+        return True, f"whether {command('repair', path)} helps is not known: {error}"
+    else:
+        verb = "repair --accept-assumptions" if needs else "repair"
+        return True, f"if that save had ended, {command(verb, path)} makes '{METADATA_NAME}' anew"
+    rest = [name for name in names if is_data_file_name(name) and name not in wrong]
+    with suppress(DcpxError):
+        if wrong and rest:
+            repair(path, files=rest, dry_run=True)
+            return True, f"{command('repair', path)} with --file for each of its files may mend it"
+    return False, f"no repair can help: {command('gc --delete', path)} removes them"
