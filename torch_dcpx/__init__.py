@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from .staging.stager import DcpxStager as DcpxStager
     from .tensors.copy_guard import CopyGuard as CopyGuard
     from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .views.inspect import Inspection as Inspection
+    from .views.inspect import inspect as inspect
     from .writer.writer import DcpxWriter as DcpxWriter
 
 # Module -> the public names that it has.
@@ -120,6 +122,7 @@ _PUBLIC = {
     "reports": "LoadReport SaveReport",
     "staging.stager": "DcpxStager",
     "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "views.inspect": "Inspection inspect",
     "writer.writer": "DcpxWriter",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -179,7 +179,12 @@ class ShortReadError(StorageError, EOFError):
 
 
 class NotCommittedError(StorageError, FileNotFoundError):
-    """The directory holds no committed checkpoint (no `.metadata`)."""
+    """The directory holds no committed checkpoint (no `.metadata`).
+
+    `files` is the number of data files there, of a save that did not end.
+    """
+
+    files: int | None
 
 
 class ConcurrentSaveError(StorageError):

@@ -68,7 +68,7 @@ def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: S
     (row,) = printed("ls", url)
     assert (row["name"], row["state"], row["items"], row["files"]) == ("a", "whole", 3, 1)
     assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
-    (found,) = printed("inspect", url, "--chunks")
+    (found,) = printed("inspect", url, "--parts")
     assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
     assert found["path"] == url and not found["faults"]
     assert [item["fqn"] for item in found["items"]] == ["model.w", "model.b", "step"]
@@ -117,13 +117,13 @@ def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Pa
     # A damaged one costs a listing more: its error names `dcpx repair` where there are data.
     assert kinds.count("list") == 1 + 6 + 1 and kinds.count("get_object") == 4
     assert printed("ls", store.url, "--all", code=1)[0]["name"] == "notes"
-    assert "step-1  whole" in dcpx("ls", store.url).stdout
+    assert " kB  step-1\n" in dcpx("ls", store.url).stdout
 
 
 def test_url_without_anything_beneath_is_said(store: Store) -> None:
     error = printed("ls", store.url, code=2)["error"]
     assert error["type"] == "StorageError" and "nothing beneath it" in error["message"]
-    assert printed("inspect", store.url, code=1)["error"]["type"] == "NotCommittedError"
+    assert printed("inspect", store.url, code=2)["error"]["type"] == "NotCommittedError"
     assert printed("verify", store.url, code=1)["findings"][0]["kind"] == "uncommitted"
 
 

@@ -13,11 +13,23 @@ _MISSING = "dcpx needs {name}, which is not installed: pip install click rich\n"
 def main() -> None:
     """Runs the command line. Exits: see `torch_dcpx.cli.output`."""
     try:
+        import click
+
         from torch_dcpx.cli.app import app
+        from torch_dcpx.cli.output import CANNOT, INTERRUPTED, open_output
     except ImportError as error:
         name = (error.name or "").partition(".")[0]
         if name not in ("click", "rich"):
             raise
         sys.stderr.write(_MISSING.format(name=name))
         raise SystemExit(2) from None
-    app(prog_name="dcpx")
+    open_output()
+    try:
+        app.main(prog_name="dcpx", standalone_mode=False)
+    except click.ClickException as error:  # wrong arguments
+        error.show()
+        sys.exit(CANNOT)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(INTERRUPTED)
+    finally:
+        sys.stdout.flush()  # whose errors have codes of their own

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from torch_dcpx._version import __version__
+from torch_dcpx.cli.help import WIDTH, Commands
 from torch_dcpx.cli.output import command
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.storage.object_url import Location, location_of
@@ -76,16 +77,21 @@ def _look(*paths: Location, takes_files: bool = False) -> None:
         look(path, takes_files=takes_files)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
+)
 @click.version_option(__version__, prog_name="dcpx")
 def app() -> None:
     """Look at checkpoints of torch-dcpx and of stock DCP, check them, mend them.
 
-    Exits with 0 if all is well, 1 if a checkpoint is not, 2 if the command could not do it.
+    Exits with 0 if what was asked about is sound or equal, 1 if damage or a difference was found,
+    2 if the question could not be answered: no checkpoint is there, an argument is wrong, the
+    storage failed.
     """
 
 
-@app.command("ls")
+@app.command("ls", example="dcpx ls ckpt")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
 @command
@@ -100,12 +106,17 @@ def list_(path: Location, with_all: bool, as_json: bool) -> int:
     return show(path, with_all=with_all, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx inspect ckpt/step-200 -k 'model.*'")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option(
-    "--key", "-k", "keys", multiple=True, help="only names that this glob fits (any of several)"
+    "--key",
+    "-k",
+    "keys",
+    multiple=True,
+    help="only this name, or names that this glob fits (any of several)",
 )
-@click.option("--chunks", is_flag=True, help="each chunk, with its file and place")
+@click.option("--parts", is_flag=True, help="each stored part, with its file and place")
+@click.option("--chunks", is_flag=True, hidden=True, help="an earlier name of --parts")
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @_HTML
 @_OVERWRITE
@@ -113,24 +124,26 @@ def list_(path: Location, with_all: bool, as_json: bool) -> int:
 def inspect(
     path: Location,
     keys: tuple[str, ...],
+    parts: bool,
     chunks: bool,
     limit: int,
     html: Path | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
+    """Show the names, dtypes, shapes, parts and files of a checkpoint or an export.
 
-    Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
+    Reads no data. "stored" is the size with framing. Exits with 1 if a file is missing or has a
+    wrong size, with 2 if nothing fits a --key.
     """
     _look(path, takes_files=True)
     page = _page(html, is_replacing=overwrite)
     from torch_dcpx.cli.inspect import show
 
-    return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json, page=page)
+    return show(path, keys, with_parts=parts or chunks, limit=limit, as_json=as_json, page=page)
 
 
-@app.command()
+@app.command(example="dcpx verify ckpt")
 @click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
@@ -145,7 +158,7 @@ def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> i
     return run_verify(paths, workers=workers, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx cat ckpt/step-200 'model.weight[0:2]' step")
 @click.argument("path", type=_PATH_OR_URL)
 @click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
 @click.option("--full", is_flag=True, help="every value; default: torch's summary")
@@ -163,7 +176,7 @@ def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as
     return run_cat(path, names, is_full=full, rank=rank, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx diff ckpt/step-100 ckpt/step-200")
 @click.argument("a", type=_PATH_OR_URL)
 @click.argument("b", type=_PATH_OR_URL)
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
@@ -193,7 +206,7 @@ def diff(
     return run_diff(a, b, rank=rank, limit=limit, as_json=as_json, page=page)
 
 
-@app.command()
+@app.command(example="dcpx export ckpt/step-200 model.safetensors -k 'model.*'")
 @click.argument("source", type=_PATH_OR_URL)
 @click.argument("dest", type=_PATH_OR_URL)
 @click.option(
@@ -218,20 +231,20 @@ def export(source: Location, dest: Location, as_json: bool, **choices: Any) -> i
     return run_export(source, dest, as_json=as_json, **choices)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    example="dcpx run -- python train.py",
+)
 @click.argument("line", type=click.UNPROCESSED, nargs=-1, required=True, metavar="-- COMMAND...")
 @command
 def run(line: tuple[str, ...], as_json: bool) -> int:  # noqa: ARG001  (of errors)
-    """Run a command with DCPX_INSTALL=1: in it and its children DCP's classes are ours.
-
-    Example: dcpx run -- torchrun --nproc-per-node 8 train.py
-    """
+    """Run a command with DCPX_INSTALL=1: in it and its children DCP's classes are ours."""
     from torch_dcpx.cli.run import run_with_hook
 
     run_with_hook(line)
 
 
-@app.command()
+@app.command(example="dcpx repair ckpt/step-200 --dry-run")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--dry-run", is_flag=True, help="print the report, write nothing")
 @click.option("--accept-assumptions", is_flag=True, help="write metadata that needs assumptions")
@@ -254,7 +267,7 @@ def repair(path: Location, files: tuple[str, ...], as_json: bool, **flags: bool 
     return run_repair(path, as_json=as_json, files=files or None, **flags)
 
 
-@app.command()
+@app.command(example="dcpx gc ckpt")
 @click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--delete", is_flag=True, help="remove them")
 @click.option(
@@ -279,7 +292,7 @@ def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json
     return run_gc(paths, delete=delete, grace_s=grace_s, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx trace traces --out merged.json")
 @click.argument("folder", type=_PATH, metavar="DIR")
 @click.option("--out", type=_PATH, default="trace.json", show_default=True, help="the merged trace")
 @click.option("--save-id", help="of this save or load; default: the newest")
@@ -296,7 +309,7 @@ def trace(folder: Path, out: Path, as_json: bool, save_id: str | None, takes_all
     return run_trace(folder, out, save_id=save_id, takes_all=takes_all, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx doctor ckpt")
 @click.argument("path", type=_PATH_OR_URL, required=False)
 @command
 def doctor(path: Location | None, as_json: bool) -> int:

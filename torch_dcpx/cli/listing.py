@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 from torch_dcpx._text import counted, human_bytes
-from torch_dcpx.cli.inspect import described, described_in
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
@@ -30,6 +29,7 @@ from torch_dcpx.storage.names import Look, is_data_file_name, is_metadata_name, 
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.views.inspect import described, described_in
 
 
 class _Listed(NamedTuple):
@@ -65,8 +65,8 @@ def show(path: Location, *, with_all: bool, as_json: bool) -> int:
         put_json(found)
     else:
         put_table(
-            ["name", "state", "written by", "#items", "#files", "#size", "problem"],
-            ((*each[:5], human_bytes(each.nbytes), each.problem) for each in found),
+            ["state", "written by", "#items", "#files", "#size", "name", "problem"],
+            ((*each[1:5], human_bytes(each.nbytes), each.name, each.problem) for each in found),
         )
     states = {each.state for each in found}
     if states & {"damaged", "uncommitted"}:
