@@ -65,6 +65,8 @@ def test_names_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     poor = dcpx(f"inspect {tmp_path}/étape", LC_ALL="POSIX", **plain)
     assert poor.returncode == 0 and not poor.stderr
     assert r"  \u6743\u91cd" in poor.stdout and r"  mod\xe8le" in poor.stdout
+    named = dcpx(f"cat {tmp_path}/étape 权重", LC_ALL="POSIX", **plain)
+    assert named.stdout.startswith(r"\u6743\u91cd: float32 [3]"), named.stderr
 
 
 class _Full(io.FileIO):

@@ -39,6 +39,19 @@ class _Path(click.Path):
         return path
 
 
+class _Name(click.types.StringParamType):
+    """A name in a checkpoint, or a glob: UTF-8, though the locale may know no such letters."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        try:
+            return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+        except UnicodeError:
+            return str(value)
+
+
+_NAME = _Name()
 _PATH = _Path()
 _PATH_OR_URL = _Path(takes_urls=True)
 _RANK = click.option(
@@ -112,6 +125,7 @@ def list_(path: Location, with_all: bool, as_json: bool) -> int:
     "--key",
     "-k",
     "keys",
+    type=_NAME,
     multiple=True,
     help="only this name, or names that this glob fits (any of several)",
 )
@@ -160,7 +174,7 @@ def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> i
 
 @app.command(example="dcpx cat ckpt/step-200 'model.weight[0:2]' step")
 @click.argument("path", type=_PATH_OR_URL)
-@click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
+@click.argument("names", type=_NAME, nargs=-1, required=True, metavar="NAME[ROWS]...")
 @click.option("--full", is_flag=True, help="every value; default: torch's summary")
 @_RANK
 @command
@@ -212,7 +226,9 @@ def diff(
 @click.option(
     "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
 )
-@click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
+@click.option(
+    "--key", "-k", "keys", type=_NAME, multiple=True, help="only names that this glob fits"
+)
 @click.option("--dtype", help="of floating tensors, such as bfloat16")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")

@@ -41,7 +41,7 @@ from torch_dcpx.errors import (
 FINE, UNSOUND, CANNOT, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 _Args = ParamSpec("_Args")
-_OF_CHECKPOINT = (CorruptionError, RepairError, ShortReadError)
+_OF_CHECKPOINT = (CorruptionError, ShortReadError)
 
 
 class _Output(io.FileIO):
@@ -124,6 +124,8 @@ def is_of_checkpoint(error: Exception) -> bool:
     """Returns whether an error is a fault of a checkpoint, or of what a save has left."""
     if isinstance(error, NotCommittedError):
         return bool(error.files)
+    if isinstance(error, RepairError):  # else there is nothing that it could repair
+        return bool(error.candidates or error.is_good)
     return isinstance(error, _OF_CHECKPOINT)
 
 
