@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch_dcpx._gc import paused_gc
 from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, put_table
@@ -13,6 +14,7 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.inspect import Described, inspect
 
 
+@paused_gc()
 def show(
     path: Location,
     keys: Sequence[str],

@@ -10,7 +10,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -38,7 +39,7 @@ from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
-from torch_dcpx.views.items import FileSize, Item, Items, Rows, dtype_of
+from torch_dcpx.views.items import FileSize, Item, Items, Rows, name_of
 from torch_dcpx.views.tables import Shown, Table
 
 _MAX_SHOWN = 5  # names in an error
@@ -78,26 +79,27 @@ class Described(Shown):
         """The items that were asked for, in the order in which they are stored."""
         return Items(self.metadata, self.fqns)
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, int]:
         """How many of the tensors have which dtype, the most frequent first."""
-        return dict(Counter(map(dtype_of, self._tensors().values())).most_common())
+        found = Counter(entry.properties.dtype for entry in self._tensors.values())
+        return {name_of(dtype): count for dtype, count in found.most_common()}
 
     @property
     def tensors(self) -> int:
         """How many of the items are tensors."""
-        return len(self._tensors())
+        return len(self._tensors)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """The elements of all tensors that were asked for, but of those of optimizers."""
         return sum(
             math.prod(entry.size)
-            for fqn, entry in self._tensors().items()
+            for fqn, entry in self._tensors.items()
             if fqn.partition(".")[0] not in _OPTIMIZERS
         )
 
-    @property
+    @cached_property
     def stored_nbytes(self) -> int:
         """The bytes of the items that were asked for, as stored: framing included."""
         chosen = set(self.fqns)
@@ -150,6 +152,7 @@ class Described(Shown):
         columns = ["dtype", "shape", "#parts", "#stored", "name"]
         return Table(columns, Rows(Items(self.metadata, self.fqns)))
 
+    @cached_property
     def _tensors(self) -> dict[str, TensorStorageMetadata]:
         entries = self.metadata.state_dict_metadata
         found = ((fqn, entries[fqn]) for fqn in self.fqns)
@@ -294,11 +297,7 @@ def _chosen(found: Sequence[Described], keys: Sequence[str], path: str) -> list[
         if not fits:
             raise _unknown(key, list(stored), path)
         chosen.update(fits)
-    # `dataclasses.replace` would take `metadata` for an argument that `Shown` has.
-    return [
-        Described(**{**vars(each), "fqns": [fqn for fqn in each.fqns if fqn in chosen]})
-        for each in found
-    ]
+    return [replace(each, fqns=[fqn for fqn in each.fqns if fqn in chosen]) for each in found]
 
 
 def _unknown(key: str, stored: Sequence[str], path: str) -> UnknownNameError:

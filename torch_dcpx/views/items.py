@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from torch_dcpx._text import human_bytes
@@ -116,9 +117,9 @@ class Rows(Sequence[Any]):
         return item.dtype or "object", shape, len(item.parts), human_bytes(item.nbytes), item.fqn
 
 
-def dtype_of(entry: TensorStorageMetadata) -> str:
-    """Returns the name of a dtype: "float32"."""
-    return str(entry.properties.dtype).removeprefix("torch.")
+def name_of(dtype: torch.dtype) -> str:
+    """Returns "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _item(metadata: Metadata, fqn: str) -> Item:
@@ -131,7 +132,7 @@ def _item(metadata: Metadata, fqn: str) -> Item:
         for at, chunk in enumerate(entry.chunks)
     )
     nbytes = sum(part.nbytes for part in parts)
-    return Item(fqn, "tensor", dtype_of(entry), tuple(entry.size), nbytes, parts)
+    return Item(fqn, "tensor", name_of(entry.properties.dtype), tuple(entry.size), nbytes, parts)
 
 
 def _part(metadata: Metadata, index: MetadataIndex, sizes: Sequence[int]) -> Part:
