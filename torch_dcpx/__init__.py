@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from .staging.stager import DcpxStager as DcpxStager
     from .tensors.copy_guard import CopyGuard as CopyGuard
     from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .views.inspect import Inspection as Inspection
+    from .views.inspect import inspect as inspect
     from .views.ls import ListedCheckpoint as ListedCheckpoint
     from .views.ls import Listing as Listing
     from .views.ls import ls as ls
@@ -123,6 +125,7 @@ _PUBLIC = {
     "reports": "LoadReport SaveReport",
     "staging.stager": "DcpxStager",
     "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "views.inspect": "Inspection inspect",
     "views.ls": "ListedCheckpoint Listing ls",
     "writer.writer": "DcpxWriter",
 }

@@ -1,8 +1,10 @@
-"""Words of messages: text that files may have chosen, and counts. Imports nothing."""
+"""Words of messages: text that files may have chosen, and counts. Imports no room."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from collections.abc import Sequence
 
 
 def printable(value: object) -> str:
@@ -48,3 +50,26 @@ def human_bytes(nbytes: float) -> str:
         if abs(nbytes) >= 10**exponent:
             return f"{nbytes / 10**exponent:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a head and a line for each row. Columns that begin with '#' are numbers; the last one
+    runs on, uncut as all others.
+    """
+    shown = [[name.lstrip("#") for name in columns], *rows]
+    widths = [max(map(_cells, column)) for column in zip(*shown, strict=True)]
+    numbers = [name.startswith("#") for name in columns]
+
+    def filled(text: str, width: int, is_number: bool) -> str:
+        blank = " " * (width - _cells(text))
+        return blank + text if is_number else text + blank
+
+    return ["  ".join(map(filled, row, widths, numbers)).rstrip() for row in shown]
+
+
+def _cells(text: str) -> int:
+    """Returns how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))

@@ -303,6 +303,16 @@ class LoadReport(_Traced):
     total_s: float
     read: ReadReport | None
 
+    def without_own(self) -> LoadReport:
+        """Returns the report of a manager's load: no item of its own is unexpected, but for a
+        scheduler's, by the name of that part.
+        """
+        own = "dcpx."
+        parts = {f"{own}lr_scheduler": "lr_scheduler"}
+        names = (parts.get(name, name) for name in self.unexpected)
+        left = tuple(name for name in names if not name.startswith(own))
+        return replace(self, unexpected=left, timeline=self._noted)
+
     @property
     def is_whole(self) -> bool:
         """Whether the state got all it asked for, as it was stored."""

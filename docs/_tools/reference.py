@@ -45,6 +45,7 @@ API: dict[str, tuple[str, str]] = {
     "events": ("Events", "on_event Event SaveEnded SaveFailed LoadEnded LoadFailed"),
     "export": ("Export and pretrained", "export ExportReport load_pretrained"),
     "key_map": ("Key maps", "KeyMap Merge Split Transpose"),
+    "views": ("Look inside", "inspect Inspection"),
     "integrity": ("Verify and repair", "verify VerifyReport repair RepairReport Finding"),
     "views": ("Look at checkpoints", "ls Listing ListedCheckpoint"),
     "hook": ("The hook", "install uninstall use"),
@@ -170,7 +171,15 @@ def calls() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def is_made_by_us(cls: type) -> bool:
     """Returns whether callers only get objects of a class, and make none."""
-    names = ("SaveHandle", "CopyGuard", "Finding", "LazyTensor", "Preemption", "ResumeInfo")
+    names = (
+        "SaveHandle",
+        "CopyGuard",
+        "Finding",
+        "LazyTensor",
+        "Preemption",
+        "ResumeInfo",
+        "Inspection",
+    )
     is_result = cls.__name__ in names or cls.__name__.endswith("Report")
     return is_result or issubclass(cls, BaseException)
 
@@ -320,7 +329,8 @@ def cli_page() -> str:
     ]
     for name, command in app.commands.items():
         context = click.Context(command, info_name=f"dcpx {name}", max_content_width=90)
-        parts += [f"## `dcpx {name}`\n", "```text", command.get_usage(context), "```\n"]
+        example = f"Example: {getattr(command, 'example', '')}"
+        parts += [f"## `dcpx {name}`\n", "```text", command.get_usage(context), example, "```\n"]
         parts += [paragraphs(command.help or ""), "| option | meaning |", "| --- | --- |"]
         for parameter in command.get_params(context):
             record = parameter.get_help_record(context)

@@ -64,7 +64,7 @@ def test_inspect_cat_and_diff_read_what_export_writes(tmp_path: Path, name: str)
     assert found["faults"] == []
     text = CliRunner().invoke(app, ["inspect", str(path)]).stdout
     assert "written by" not in text and str(path) in text.splitlines()[0]
-    assert dcpx("inspect", path, "-k", "none", code=1)
+    assert dcpx("inspect", path, "-k", "none", code=2)["error"]["type"] == "UnknownNameError"
     (row,) = dcpx("cat", path, "w[3, :2]")
     assert row["value"] == [90.0, 91.0]
     if steps:

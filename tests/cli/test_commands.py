@@ -7,9 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from support.machine import seconds
 from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
-from torch_dcpx.cli import inspect as cli_inspect
-from torch_dcpx.cli import output as cli_output
+from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.app import app
+from torch_dcpx.views import items as views_items
 
 ROOT = Path(torch_dcpx.__file__).parents[1]
 STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
@@ -42,36 +40,39 @@ def printed(*args: object, code: int = 0) -> Any:
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path, writer: Any) -> None:
     save(STATE, tmp_path, writer)
-    (found,) = printed("inspect", tmp_path, "--chunks")
+    (found,) = printed("inspect", tmp_path, "--parts")
     assert found["written_by"] == {"ours": "torch-dcpx", "stock": "stock"}[writer]
     assert found["nbytes"] == sum((tmp_path / name).stat().st_size for name in data_files(tmp_path))
     items = {item["fqn"]: item for item in found["items"]}
     assert set(items) == {"model.w", "model.b", "step"}
     assert items["model.w"]["dtype"] == "float32"
     assert items["model.w"]["shape"] == [20, 30]
-    (chunk,) = items["model.w"]["chunks"]
+    (chunk,) = items["model.w"]["parts"]
     assert chunk["sizes"] == [20, 30]
     assert chunk["nbytes"] >= 2400
     assert items["step"]["kind"] == "object"
     text = dcpx("inspect", tmp_path).stdout
-    assert "model.w  float32  [20, 30]" in text
-    assert "2 tensors, 1 object, 1 file," in text
+    stored = human_bytes(sum(item["nbytes"] for item in found["items"]))
+    head = f"3 items (2 tensors, 1 object), 605 parameters (float32), {stored} stored; 1 file of "
+    assert text.splitlines()[1] == head + human_bytes(found["nbytes"])
+    assert re.search(r"^float32  \[20, 30\]      1  \d\.\d\d kB  model\.w$", text, re.MULTILINE)
 
 
 def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     (found,) = printed("inspect", tmp_path, "-k", "*.b", "-k", "st*")
     assert [item["fqn"] for item in found["items"]] == ["model.b", "step"]
+    assert found["stored_nbytes"] == sum(item["nbytes"] for item in found["items"])
+    assert found["parameters"] == 5
+    assert "2 of 3 items (1 tensor, 1 object)" in dcpx("inspect", tmp_path, "-k*.b", "-kst*").stdout
     assert "and 2 more" in dcpx("inspect", tmp_path, "--limit", 1).stdout
 
 
-def test_inspect_of_names_that_nothing_fits_is_a_fault(tmp_path: Path) -> None:
+def test_inspect_of_a_name_that_is_not_there_leads_on(tmp_path: Path) -> None:
     save(STATE, tmp_path)
-    result = dcpx("inspect", tmp_path, "-k", "*.B")
-    assert result.exit_code == 1
-    assert f"no name in '{tmp_path}' fits '*.B'" in result.stderr
-    (found,) = printed("inspect", tmp_path, "-k", "*.B", code=1)
-    assert found["items"] == []
+    error = printed("inspect", tmp_path, "-k", "model.*", "-k", "model.v", code=2)["error"]
+    assert (error["type"], error["fqn"]) == ("UnknownNameError", "model.v")
+    assert "did you mean: 'model.w'" in error["message"]
 
 
 def test_inspect_makes_only_the_items_that_it_shows(
@@ -79,28 +80,12 @@ def test_inspect_makes_only_the_items_that_it_shows(
 ) -> None:
     save({f"t{number}": torch.ones(1) for number in range(200)}, tmp_path)
     made: list[str] = []
-    make = cli_inspect._item
+    make = views_items._item
     monkeypatch.setattr(
-        cli_inspect, "_item", lambda found, fqn: made.append(fqn) or make(found, fqn)
+        views_items, "_item", lambda found, fqn: made.append(fqn) or make(found, fqn)
     )
     assert "200 tensors" in dcpx("inspect", tmp_path, "--limit", 7).stdout
     assert len(made) == 7
-
-
-@pytest.mark.parametrize("width", [16, 40, 80, 200])
-def test_a_table_cuts_nothing_on_a_narrow_terminal(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    terminal = partial(cli_output._on_stdout, force_terminal=True, width=width, no_color=True)
-    monkeypatch.setattr(cli_output, "_on_stdout", terminal)
-    names = ["model.layers.31.self_attn.q_proj.weight_and_more", "b" * 90]
-    rows = [[name, 10**12 + number, "text " * 9] for number, name in enumerate(names)]
-    cli_output.put_table(["name", "#bytes", "problem"], rows)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert max(map(len, text.splitlines())) <= width
-    for name in ("name", "bytes", "problem", *names, "10000000000001"):
-        assert Counter(name.replace(" ", "")) <= Counter(text)
-    assert (text.count("b") >= 90 + 1 and text.count("text") == 18) or width == 16
 
 
 def test_inspect_shows_each_ranks_own_checkpoint(tmp_path: Path) -> None:
@@ -180,8 +165,8 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path, writer: Any) -> None:
     assert printed("verify", tmp_path)["ok"]
     assert "is whole" in dcpx("verify", tmp_path).stdout
     (name,) = data_files(tmp_path)
-    (found,) = printed("inspect", tmp_path, "--chunks", "-k", "model.w")
-    chunk = found["items"][0]["chunks"][0]
+    (found,) = printed("inspect", tmp_path, "--parts", "-k", "model.w")
+    chunk = found["items"][0]["parts"][0]
     data = bytearray((tmp_path / name).read_bytes())
     data[chunk["offset"] + chunk["nbytes"] // 2] ^= 1
     (tmp_path / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""1 is said of a checkpoint alone: what a command could not do exits with 2."""
+"""1 is said of damage and differences alone: what a command could not answer exits with 2."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_interrupt_and_bug_are_no_damage(
     save({"a": torch.ones(2)}, tmp_path)
     monkeypatch.setattr(torch_dcpx.cli.listing, "verify", fail)
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
-    assert result.exit_code == 2
+    assert result.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     words = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     assert words in result.stderr and "\x1b" not in result.stderr
 
@@ -67,3 +67,39 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "committed"])
     (tmp_path / "whole/.metadata").unlink()
     assert CliRunner().invoke(app, ["ls", str(tmp_path)]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("diff A root", 2, "'step-1' (`dcpx ls root`): name one of them"),
+        ("diff root A", 2, "'step-1' (`dcpx ls root`): name one of them"),
+        ("diff A empty", 2, "no committed checkpoint"),
+        ("diff A A", 0, "0 differences"),
+        ("cat A typo", 2, "'typo'"),
+        ("cat root step", 2, "name one of them"),
+        ("inspect A -k typo", 2, "'typo'"),
+        ("inspect root", 2, "name one of them"),
+        ("inspect empty", 2, "no committed checkpoint"),
+        ("inspect unfinished", 1, "of an unfinished save"),
+        ("export A x.safetensors -k typo", 2, "'typo'"),
+        ("export empty x.safetensors", 2, "no committed checkpoint"),
+        ("repair empty", 2, "there is no data file"),
+        ("repair root", 2, "name one of them"),
+        ("repair unfinished", 1, "nothing was written"),
+        ("inspect A --limit x", 2, "'x' is not a valid integer"),
+        ("no-such-command", 2, "No such command"),
+        ("inspect A -k", 2, "requires an argument"),
+    ],
+)
+def test_1_is_damage_and_2_what_has_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("A", "root/step-1", "unfinished"):
+        save({"a": torch.ones(2), "step": 1}, tmp_path / name)
+    (tmp_path / "unfinished/.metadata").unlink()
+    (tmp_path / "empty").mkdir()
+    result = CliRunner().invoke(app, line.split())
+    assert (result.exit_code, words in result.output) == (code, True), result.output
+    assert not (tmp_path / "x.safetensors").exists()

@@ -56,7 +56,7 @@ def test_objects_of_a_torch_file_come_along(tmp_path: Path) -> None:
 def test_what_is_not_there_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     assert dcpx(tmp_path / "a", tmp_path / "b", code=2)["error"]["errno"] == 2
     (tmp_path / "a").mkdir()
-    assert dcpx(tmp_path / "a", tmp_path / "b", code=1)["error"]["type"] == "NotCommittedError"
+    assert dcpx(tmp_path / "a", tmp_path / "b", code=2)["error"]["type"] == "NotCommittedError"
     save(STATE, tmp_path / "a")
     data = bytearray((tmp_path / "a" / data_files(tmp_path / "a")[0]).read_bytes())
     data[1000:1200] = bytes(200)
@@ -101,7 +101,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     assert (tmp_path / "run-1.5/.metadata").is_file()
 
 
-def test_objects_are_counted_and_nothing_to_write_is_1_and_leaves_nothing(tmp_path: Path) -> None:
+def test_objects_are_counted_and_nothing_to_write_is_2_and_leaves_nothing(tmp_path: Path) -> None:
     save({**STATE, "step": 3}, tmp_path / "a")
     found = dcpx(tmp_path / "a", tmp_path / "y.pt", "-k", "step")
     assert (found["tensors"], found["objects"], found["left_out"]) == (0, 1, [])
@@ -110,7 +110,7 @@ def test_objects_are_counted_and_nothing_to_write_is_1_and_leaves_nothing(tmp_pa
     save({"step": 3}, tmp_path / "c")
     torch.save({}, tmp_path / "empty.pt")
     for args in (("c", "z"), ("a", "z", "-k", "v"), ("y.pt", "z", "-k", "v"), ("empty.pt", "z")):
-        error = dcpx(*(tmp_path / one for one in args[:2]), *args[2:], code=1)["error"]
+        error = dcpx(*(tmp_path / one for one in args[:2]), *args[2:], code=2)["error"]
         assert error["type"] in ("PlanError", "UnknownNameError")
         assert not (tmp_path / "z").exists()
 

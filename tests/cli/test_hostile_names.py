@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from support.saves import save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
@@ -33,7 +34,7 @@ def forge(directory: Path, name: str) -> None:
 def test_no_command_prints_a_control_character(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "dir\x1b[2J\nname"
     forge(directory, name)
-    for args in (["ls"], ["inspect"], ["inspect", "--chunks"], ["verify"], ["repair"]):
+    for args in (["ls"], ["inspect"], ["inspect", "--parts"], ["verify"], ["repair"]):
         result = CliRunner().invoke(app, [*args, str(directory)])
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit), args
         for text in (result.stdout, result.stderr):
@@ -53,8 +54,9 @@ def test_progress_takes_no_name_for_markup(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     shown = io.StringIO()
-    console = cli_output.Console(file=shown, force_terminal=True, width=200)
-    monkeypatch.setattr(cli_output, "_on_stderr", lambda: console)
+    console = Console(file=shown, force_terminal=True, width=200)
+    monkeypatch.setattr(cli_output, "Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with cli_output.showing_progress("verify [bold]x\x1b[5m", is_shown=True) as tell:
         assert tell is not None
         tell(1, 2)

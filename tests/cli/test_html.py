@@ -52,12 +52,12 @@ def test_page_of_inspect_has_every_name_chunk_and_file(tmp_path: Path, writer: s
     found = drawn(tmp_path / "out.html", "inspect", tmp_path / "a")
     assert found["path"] == str(tmp_path / "a")
     (one,) = found["checkpoints"]
-    (listed,) = json.loads(dcpx("inspect", tmp_path / "a", "--chunks", "--json").stdout)
+    (listed,) = json.loads(dcpx("inspect", tmp_path / "a", "--parts", "--json").stdout)
     for at, item in enumerate(listed["items"]):
         columns = one["items"]
         for name, column in (("fqn", "name"), ("dtype", "dtype"), ("shape", "shape")):
             assert columns[column][at] == item[name]
-        (chunk,) = item["chunks"]
+        (chunk,) = item["parts"]
         where = [chunk["offsets"], chunk["sizes"], 0, chunk["nbytes"]]
         assert one["layouts"][columns["layout"][at]] == [where]
         assert columns["at"][at] == [chunk["offset"]]

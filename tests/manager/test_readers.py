@@ -21,9 +21,9 @@ from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader
-from torch_dcpx.cli import inspect as cli_inspect
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.reader_lock import ReadersHold, being_deleted, being_read
+from torch_dcpx.views import inspect as views_inspect
 
 
 class Planner(dcpx.DcpxLoadPlanner):
@@ -152,14 +152,14 @@ def test_verify_and_inspect_keep_what_they_read_from_deletion(
     report = dcpx.verify(tmp_path / "step-1", progress=lambda *_: seen.append(goes_on(manager)))
     assert report.ok and seen[0] == ["step-1", "step-2"]
     last = manager.tags()[-1]
-    real = cli_inspect._described
+    real = views_inspect._described
 
     def meanwhile(*args: Any) -> Any:
         seen.append(goes_on(manager))
         return real(*args)
 
-    monkeypatch.setattr(cli_inspect, "_described", meanwhile)
-    assert cli_inspect.described(tmp_path / last)[0].faults == []
+    monkeypatch.setattr(views_inspect, "_described", meanwhile)
+    assert views_inspect.described(tmp_path / last)[0].faults == []
     assert seen[-1][0] == last and len(seen[-1]) == 2
     assert len(goes_on(manager)) == 1 == len(on_disk(tmp_path))
 
@@ -174,7 +174,7 @@ def test_readers_make_no_lock_in_directories_of_others(tmp_path: Path) -> None:
         dcp.load(target, storage_reader=DcpxReader(path), no_dist=True)
         dcpx.load(target, path)
         assert dcpx.verify(path).ok
-        cli_inspect.described(path)
+        views_inspect.described(path)
         dcpx.export(path, tmp_path / "out", overwrite=True)
         assert sorted(os.listdir(path)) == names
         assert READERS_NAME not in names

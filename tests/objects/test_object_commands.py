@@ -68,7 +68,7 @@ def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: S
     (row,) = printed("ls", url)
     assert (row["name"], row["state"], row["items"], row["files"]) == ("a", "committed", 3, 1)
     assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
-    (found,) = printed("inspect", url, "--chunks")
+    (found,) = printed("inspect", url, "--parts")
     assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
     assert found["path"] == url and not found["faults"]
     assert [item["fqn"] for item in found["items"]] == ["model.w", "model.b", "step"]

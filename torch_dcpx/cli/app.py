@@ -9,6 +9,7 @@ import click
 
 from torch_dcpx._text import seconds_of
 from torch_dcpx._version import __version__
+from torch_dcpx.cli.help import WIDTH, Commands
 from torch_dcpx.cli.output import command
 from torch_dcpx.errors import DcpxError, OptionError
 from torch_dcpx.storage.object_url import Location, location_of
@@ -51,6 +52,19 @@ class _Age(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
+class _Name(click.types.StringParamType):
+    """A name in a checkpoint, or a glob: UTF-8, though the locale may know no such letters."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str:
+        try:
+            return str(value).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+        except UnicodeError:
+            return str(value)
+
+
+_NAME = _Name()
 _PATH = _Path()
 _PATH_OR_URL = _Path(takes_urls=True)
 _RANK = click.option(
@@ -89,16 +103,21 @@ def _look(*paths: Location, takes_files: bool = False) -> None:
         look(path, takes_files=takes_files)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDTH},
+)
 @click.version_option(__version__, prog_name="dcpx")
 def app() -> None:
     """Look at checkpoints of torch-dcpx and of stock DCP, check them, mend them.
 
-    Exits with 0 if all is well, 1 if a checkpoint is not, 2 if the command could not do it.
+    Exits with 0 if what was asked about is sound or equal, 1 if damage or a difference was found,
+    2 if the question could not be answered: no checkpoint is there, an argument is wrong, the
+    storage failed.
     """
 
 
-@app.command("ls")
+@app.command("ls", example="dcpx ls ckpt")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
 @click.option("--newest", is_flag=True, help="only the committed one that was saved last")
@@ -123,12 +142,18 @@ def list_(
     return show(path, with_all=with_all, newest=newest, max_age_s=max_age, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx inspect ckpt/step-200 -k 'model.*'")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option(
-    "--key", "-k", "keys", multiple=True, help="only names that this glob fits (any of several)"
+    "--key",
+    "-k",
+    "keys",
+    type=_NAME,
+    multiple=True,
+    help="only this name, or names that this glob fits (any of several)",
 )
-@click.option("--chunks", is_flag=True, help="each chunk, with its file and place")
+@click.option("--parts", is_flag=True, help="each stored part, with its file and place")
+@click.option("--chunks", is_flag=True, hidden=True, help="an earlier name of --parts")
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 @_HTML
 @_OVERWRITE
@@ -136,24 +161,26 @@ def list_(
 def inspect(
     path: Location,
     keys: tuple[str, ...],
+    parts: bool,
     chunks: bool,
     limit: int,
     html: Path | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
+    """Show the names, dtypes, shapes, parts and files of a checkpoint or an export.
 
-    Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
+    Reads no data. "stored" is the size with framing. Exits with 1 if a file is missing or has a
+    wrong size, with 2 if nothing fits a --key.
     """
     _look(path, takes_files=True)
     page = _page(html, is_replacing=overwrite)
     from torch_dcpx.cli.inspect import show
 
-    return show(path, keys, with_chunks=chunks, limit=limit, as_json=as_json, page=page)
+    return show(path, keys, with_parts=parts or chunks, limit=limit, as_json=as_json, page=page)
 
 
-@app.command()
+@app.command(example="dcpx verify ckpt")
 @click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--workers", type=click.IntRange(min=1), help="threads that read and sum")
 @command
@@ -168,9 +195,9 @@ def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> i
     return run_verify(paths, workers=workers, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx cat ckpt/step-200 'model.weight[0:2]' step")
 @click.argument("path", type=_PATH_OR_URL)
-@click.argument("names", nargs=-1, required=True, metavar="NAME[ROWS]...")
+@click.argument("names", type=_NAME, nargs=-1, required=True, metavar="NAME[ROWS]...")
 @click.option("--full", is_flag=True, help="every value; default: torch's summary")
 @_RANK
 @command
@@ -186,7 +213,7 @@ def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as
     return run_cat(path, names, is_full=full, rank=rank, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx diff ckpt/step-100 ckpt/step-200")
 @click.argument("a", type=_PATH_OR_URL)
 @click.argument("b", type=_PATH_OR_URL)
 @click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
@@ -216,13 +243,15 @@ def diff(
     return run_diff(a, b, rank=rank, limit=limit, as_json=as_json, page=page)
 
 
-@app.command()
+@app.command(example="dcpx export ckpt/step-200 model.safetensors -k 'model.*'")
 @click.argument("source", type=_PATH_OR_URL)
 @click.argument("dest", type=_PATH_OR_URL)
 @click.option(
     "--format", "-f", "kind", type=click.Choice(["safetensors", "torch", "dcp"]), help="of DEST"
 )
-@click.option("--key", "-k", "keys", multiple=True, help="only names that this glob fits")
+@click.option(
+    "--key", "-k", "keys", type=_NAME, multiple=True, help="only names that this glob fits"
+)
 @click.option("--dtype", help="of floating tensors: bf16, fp16, fp32, ...")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")
@@ -241,20 +270,20 @@ def export(source: Location, dest: Location, as_json: bool, **choices: Any) -> i
     return run_export(source, dest, as_json=as_json, **choices)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    example="dcpx run -- python train.py",
+)
 @click.argument("line", type=click.UNPROCESSED, nargs=-1, required=True, metavar="-- COMMAND...")
 @command
 def run(line: tuple[str, ...], as_json: bool) -> int:  # noqa: ARG001  (of errors)
-    """Run a command with DCPX_INSTALL=1: in it and its children DCP's classes are ours.
-
-    Example: dcpx run -- torchrun --nproc-per-node 8 train.py
-    """
+    """Run a command with DCPX_INSTALL=1: in it and its children DCP's classes are ours."""
     from torch_dcpx.cli.run import run_with_hook
 
     run_with_hook(line)
 
 
-@app.command()
+@app.command(example="dcpx repair ckpt/step-200 --dry-run")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--dry-run", is_flag=True, help="print the report, write nothing")
 @click.option("--accept-assumptions", is_flag=True, help="write metadata that needs assumptions")
@@ -277,7 +306,7 @@ def repair(path: Location, files: tuple[str, ...], as_json: bool, **flags: bool 
     return run_repair(path, as_json=as_json, files=files or None, **flags)
 
 
-@app.command()
+@app.command(example="dcpx gc ckpt")
 @click.argument("paths", type=_PATH_OR_URL, nargs=-1, required=True, metavar="PATH...")
 @click.option("--delete", is_flag=True, help="remove them")
 @click.option(
@@ -302,7 +331,7 @@ def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json
     return run_gc(paths, delete=delete, grace_s=grace_s, as_json=as_json)
 
 
-@app.command()
+@app.command(example="dcpx trace traces --out merged.json")
 @click.argument("folder", type=_PATH, metavar="DIR")
 @click.option("--out", type=_PATH, default="trace.json", show_default=True, help="the merged trace")
 @click.option("--overwrite", is_flag=True, help="replace a trace that is at --out")
@@ -320,7 +349,7 @@ def trace(folder: Path, out: Path, as_json: bool, **choices: Any) -> int:
     return run_trace(folder, out, as_json=as_json, **choices)
 
 
-@app.command()
+@app.command(example="dcpx doctor ckpt")
 @click.argument("path", type=_PATH_OR_URL, required=False)
 @command
 def doctor(path: Location | None, as_json: bool) -> int:

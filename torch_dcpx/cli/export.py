@@ -15,7 +15,7 @@ from torch_dcpx._text import counted
 from torch_dcpx.artifacts.export import export
 from torch_dcpx.artifacts.opened import open_checkpoint
 from torch_dcpx.checkpoint.save import save
-from torch_dcpx.cli.output import FINE, UNSOUND, put_error, put_json, put_lines
+from torch_dcpx.cli.output import FINE, put_json, put_lines
 from torch_dcpx.errors import OptionError, PlanError, must_be
 from torch_dcpx.integrity.artifact import find_artifact
 from torch_dcpx.integrity.contents import open_contents
@@ -51,26 +51,22 @@ def run_export(
     if unwrap and kind == "dcp":
         problem = "--unwrap is for exports; a checkpoint keeps the names of its source"
         raise OptionError(problem, option="unwrap", value=unwrap)
-    try:
-        if kind == "dcp":
-            found = _to_checkpoint(source, dest, keys, converted, overwrite)
-        else:
-            report = export(
-                source,
-                dest,
-                format=kind,
-                keys=keys or None,
-                key_map=KeyMap(wrappers=True if unwrap else None),
-                max_shard_bytes=max_shard_bytes,
-                dtype=converted,
-                overwrite=overwrite,
-                no_dist=True,
-            )
-            counts = {"tensors": report.tensors, "objects": report.objects}
-            found = {"path": dest, **counts, "left_out": report.skipped}
-    except PlanError as error:  # there is nothing to write
-        put_error(error, as_json=as_json)
-        return UNSOUND
+    if kind == "dcp":
+        found = _to_checkpoint(source, dest, keys, converted, overwrite)
+    else:
+        report = export(
+            source,
+            dest,
+            format=kind,
+            keys=keys or None,
+            key_map=KeyMap(wrappers=True if unwrap else None),
+            max_shard_bytes=max_shard_bytes,
+            dtype=converted,
+            overwrite=overwrite,
+            no_dist=True,
+        )
+        counts = {"tensors": report.tensors, "objects": report.objects}
+        found = {"path": dest, **counts, "left_out": report.skipped}
     if as_json:
         put_json(found)
     else:

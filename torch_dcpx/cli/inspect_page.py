@@ -10,7 +10,7 @@ from torch_dcpx._text import printable
 from torch_dcpx.storage.names import data_file_parts
 
 if TYPE_CHECKING:
-    from torch_dcpx.cli.inspect import Described
+    from torch_dcpx.views.inspect import Described
 
 
 def inspect_data(path: str, keys: Sequence[str], found: Iterable[Described]) -> dict[str, Any]:
@@ -38,23 +38,23 @@ def _checkpoint(found: Described, keys: list[str]) -> dict[str, Any]:
 
 
 def _items(found: Described) -> dict[str, Any]:
-    """Returns columns of all names, and of their chunks what many tensors have in common, once.
+    """Returns columns of all names, and of their parts what many tensors have in common, once.
 
-    A layout is a list of chunks: offsets, sizes, number of the file (-1: none), bytes in it. `at`
-    has where each chunk begins in its file.
+    A layout is a list of parts: offsets, sizes, number of the file (-1: none), bytes in it. `at`
+    has where each part begins in its file.
     """
     numbers = {name: number for number, name in enumerate(found.files)}
     layouts: dict[tuple[Any, ...], int] = {}
     columns: dict[str, list[Any]] = {
         name: [] for name in ("name", "dtype", "shape", "nbytes", "layout", "at")
     }
-    for item in found.items(found.fqns):
+    for item in found.items:
         layout = tuple(
-            (chunk.offsets, chunk.sizes, numbers.get(chunk.file, -1), chunk.nbytes)
-            for chunk in item.chunks
+            (part.offsets, part.sizes, numbers.get(part.file, -1), part.nbytes)
+            for part in item.parts
         )
         number = layouts.setdefault(layout, len(layouts))
-        at = [chunk.offset for chunk in item.chunks]
+        at = [part.offset for part in item.parts]
         row = printable(item.fqn), item.dtype, item.shape, item.nbytes, number, at
         for column, value in zip(columns.values(), row, strict=True):
             column.append(value)

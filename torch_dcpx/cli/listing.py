@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch_dcpx._text import age_text, counted
-from torch_dcpx.cli.inspect import described
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
@@ -33,6 +32,7 @@ from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
+from torch_dcpx.views.inspect import described
 from torch_dcpx.views.ls import Listing, listed, ls
 
 

@@ -1,29 +1,35 @@
-"""Every command prints a table or JSON, and exits with one of three codes.
+"""Every command prints a table or JSON, and exits with one of these codes.
 
-0  all is well
-1  the checkpoint is not: damaged, incomplete, never committed, hostile
-2  the command could not do it: a wrong argument, no such path, no permission, interrupted, a bug
+0    sound, or equal
+1    damage or a difference was found, and nothing else
+2    the question could not be answered: no checkpoint is there, a wrong argument, an error of the
+     storage, a bug, an output that cannot be written
+130  interrupted (128 + SIGINT)
+141  who read the output has gone (128 + SIGPIPE), about which nothing is said
+
+Where stdout or stderr was closed from the start, the code is the answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
+import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any, NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec, TextIO
 
 import click
 from rich import progress
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from torch_dcpx._text import printable
+from torch_dcpx._text import aligned, printable
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
@@ -32,14 +38,52 @@ from torch_dcpx.errors import (
     ShortReadError,
 )
 
-FINE, UNSOUND, CANNOT = 0, 1, 2
+FINE, UNSOUND, CANNOT, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 _Args = ParamSpec("_Args")
-_ENDLESS = 1 << 20  # columns: too many to wrap a line
-_OF_CHECKPOINT = (CorruptionError, RepairError, ShortReadError)
+_OF_CHECKPOINT = (CorruptionError, ShortReadError)
 
-_on_stdout = functools.partial(Console, highlight=False, emoji=False, markup=False)
-_on_stderr = functools.partial(_on_stdout, stderr=True)
+
+class _Output(io.FileIO):
+    """Descriptor 1 or 2. What stderr cannot take is lost; an error of stdout ends the command, by a
+    SystemExit, which no code takes for an error of a checkpoint or of its storage.
+    """
+
+    is_lost = False  # stdout has failed: the flush of an exit finds no error any more
+
+    def write(self, data: Any) -> int:
+        if self.is_lost:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.is_lost = True
+            if self.fileno() == 2:
+                return len(data)
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(PIPE) from None
+            put_problem(f"write to stdout: {error.strerror}")
+            raise SystemExit(CANNOT) from None
+
+
+def open_output() -> None:
+    """Makes `sys.stdout` and `sys.stderr` ours: they escape what their encoding lacks.
+
+    A descriptor that was closed gets /dev/null, before a file of a checkpoint gets its number.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number
+    sys.stderr = _opened(2, sys.stderr)
+    sys.stdout = _opened(1, sys.stdout)
+
+
+def _opened(fd: int, old: TextIO | None) -> TextIO:
+    file = io.BufferedWriter(_Output(fd, "w", closefd=False))
+    is_tty, encoding = file.isatty() or fd == 2, "utf-8" if old is None else old.encoding
+    return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=is_tty)
 
 
 def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
@@ -47,7 +91,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 
     It prints an error of ours or of the system as one line, or as JSON on stdout: `{"error":
     {"type": ..., "message": ..., and its fields}}`. Any other error is a bug: it prints the
-    traceback and exits with 2, as after an interrupt.
+    traceback and exits with 2.
     """
 
     @functools.wraps(function)
@@ -60,8 +104,9 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
             code = exit_code(error)
         except KeyboardInterrupt:
             put_problem("interrupted")
+            code = INTERRUPTED
         except Exception:  # noqa: BLE001 - a bug is printed, and is no damage
-            put_lines(traceback.format_exc().splitlines(), _on_stderr())
+            put_lines(traceback.format_exc().splitlines(), sys.stderr)
         sys.exit(code)
 
     return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
@@ -79,6 +124,8 @@ def is_of_checkpoint(error: Exception) -> bool:
     """Returns whether an error is a fault of a checkpoint, or of what a save has left."""
     if isinstance(error, NotCommittedError):
         return bool(error.files)
+    if isinstance(error, RepairError):  # else there is nothing that it could repair
+        return bool(error.candidates or error.is_good)
     return isinstance(error, _OF_CHECKPOINT)
 
 
@@ -113,55 +160,58 @@ def _plain(value: Any) -> Any:
     return str(value)  # JSON has no nan, no inf
 
 
-def put_lines(lines: Iterable[str], console: Console | None = None) -> None:
-    """Prints lines, by default to stdout: without markup, uncut, each on one line."""
-    shown = console or _on_stdout()
-    for line in lines:
-        shown.print(Text(printable(line)), soft_wrap=True)
+def put_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Prints lines, by default to stdout: uncut, each on one line."""
+    (file or sys.stdout).writelines(f"{printable(line)}\n" for line in lines)
 
 
 def put_problem(text: str) -> None:
     """Prints one line on stderr."""
-    put_lines([f"dcpx: {text}"], _on_stderr())
+    put_lines([f"dcpx: {text}"], sys.stderr)
 
 
 def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints a table; columns that begin with '#' are numbers.
+    """Prints a table; columns that begin with '#' are numbers. Each row is one line, uncut.
 
-    A terminal that is too narrow folds texts, then numbers; it cuts nothing. In a pipe each row is
-    one line.
+    The last column runs on. Where it has names, and a row is wider than the terminal, what all of
+    them begin with is printed once, above.
     """
-    console = _on_stdout()
-    if not console.is_terminal:
-        console.width = _ENDLESS
     shown = [[printable(each) for each in row] for row in rows]
-    numbers = [at for at, name in enumerate(columns) if name.startswith("#")]
-    widest = sum(max(len(row[at]) + 1 for row in [columns, *shown]) for at in numbers)
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for at, name in enumerate(columns):
-        is_number = at in numbers
-        table.add_column(
-            name.lstrip("#"),
-            justify="right" if is_number else "left",
-            no_wrap=is_number and widest < console.width // 2,  # else rich would cut them
-            overflow="fold",
-        )
-    for row in shown:
-        table.add_row(*map(Text, row))
-    console.print(table, soft_wrap=not console.is_terminal)
+    head, *lines = aligned(columns, shown)
+    if sys.stdout.isatty():
+        if max(map(len, lines), default=0) > shutil.get_terminal_size().columns:
+            begin = _common_modules([row[-1] for row in shown]) if columns[-1] == "name" else ""
+            if begin:
+                put_lines([f"all names begin with {begin}"])
+                rest = [[*row[:-1], row[-1][len(begin) :]] for row in shown]
+                head, *lines = aligned([*columns[:-1], "rest of the name"], rest)
+        head = click.style(head, bold=True) if _is_styled() else head
+    sys.stdout.writelines(f"{line}\n" for line in (head, *lines))
+
+
+def _common_modules(names: Sequence[str]) -> str:
+    """Returns the modules, dots included, that all of several names begin with."""
+    if len(names) < 2:
+        return ""
+    begin, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071 - of texts
+    return begin + dot
+
+
+def _is_styled() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
 
 
 @contextmanager
 def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, int], None] | None]:
     """Gives a function that shows (done bytes, total bytes); None without a terminal."""
-    console = _on_stderr()
-    if not (is_shown and console.is_terminal):
+    if not (is_shown and sys.stderr.isatty()):  # FORCE_COLOR makes no terminal of a log
         yield None
         return
+    console = Console(file=sys.stderr, highlight=False, emoji=False, markup=False)
     columns = (
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
-        progress.DownloadColumn(True),
+        progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )

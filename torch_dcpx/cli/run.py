@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ def run_with_hook(command: Sequence[str]) -> NoReturn:
         raise OptionError(wrong, option=AUTOLOAD, value=value)
     if not is_asked():
         os.environ[INSTALL] = "1"
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and so would the command
     try:
         os.execvp(command[0], list(command))  # noqa: S606  (the user's own)
     except OSError as error:

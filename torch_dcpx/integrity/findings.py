@@ -246,7 +246,7 @@ class RepairReport:
         verb, path = "would make" if self.is_dry_run else "made", printable(self.path)
         lines = []
         for one in self.repaired:
-            held = f"{counted(one.items, 'item')} in {counted(len(one.files), 'file')}"
+            held = f"{counted(one.items, 'part')} in {counted(len(one.files), 'file')}"
             lines.append(f"{verb} '{one.name}' in '{path}' of the {one.source}: {held}")
             lines += [f"  assumed: {text}" for text in one.assumed]
         return "\n".join(lines)

@@ -26,9 +26,11 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple, NoReturn, TypeGuard
 
 from torch_dcpx._arguments import check_bool
+from torch_dcpx._text import counted, human_bytes, printable
 from torch_dcpx.checkpoint.load import load_by
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.same_call import Call, told_globs, told_rules
@@ -56,6 +58,8 @@ from torch_dcpx.reports import LoadReport, resumed_line
 from torch_dcpx.storage.object_url import Location, location_of
 
 _MAX_SHOWN = 5  # names in one message
+_MAX_TOLD = 3  # names in a line
+_MAX_CHARS = 60  # of a name in a line
 _MAX_REMOVED = 8  # checkpoints that another job removes under one resume
 
 logger = logging.getLogger("torch_dcpx")
@@ -79,7 +83,8 @@ class ResumeInfo:
             "step-N": a "checkpoint-1000" has none.
         user_content: as it was saved; None if nothing was.
         metrics: of its save.
-        report: of the load; None of a fresh start.
+        report: of the load; None of a fresh start. Its `unexpected` names no item of the manager's
+            own: a scheduler that was saved and not asked for is "lr_scheduler".
         skipped: (tag, reason) of directories on the way that are no whole checkpoints; and of whole
             ones that may be newer: of no manager, copies, renamed ones, those of another run.
         passed_over: newer checkpoints that are damaged, the newest first.
@@ -97,6 +102,32 @@ class ResumeInfo:
     def is_fresh(self) -> bool:
         """Whether there was nothing to resume."""
         return self.tag is None
+
+    def __str__(self) -> str:
+        """Returns it in at most three lines: what was resumed, what of it was not, and what else is
+        there.
+        """
+        lines = ["nothing to resume: a fresh start"]
+        if self.tag is not None:
+            step = "" if self.step is None else f" (step {self.step})"
+            lines = [f"resumed '{self.tag}'{step}"]
+        if self.report is not None:
+            did = f"{counted(self.report.items, 'item')}, {human_bytes(self.report.nbytes)}"
+            lines[0] += f": {did} in {self.report.total_s:.3g} s on this rank"
+            kinds = ("missing", self.report.missing), ("not taken", self.report.unexpected)
+            left = [_few(kind, names) for kind, names in kinds if names]
+            lines += ["; ".join(left)] if left else []
+        damaged, others = [over.tag for over in self.passed_over], [tag for tag, _ in self.skipped]
+        tags = ("passed over as damaged", damaged), ("skipped", others)
+        lines += ["; ".join(_few(kind, names) for kind, names in tags if names)]
+        return "\n".join(printable(line) for line in lines if line)
+
+
+def _few(kind: str, names: Sequence[str]) -> str:
+    """Returns "2 missing: a, b" with the first names."""
+    more = ", ..." if len(names) > _MAX_TOLD else ""
+    texts = (name if len(name) <= _MAX_CHARS else f"{name[:_MAX_CHARS]}..." for name in names)
+    return f"{len(names)} {kind}: {', '.join(islice(texts, _MAX_TOLD))}{more}"
 
 
 @dataclass
@@ -183,6 +214,7 @@ class Resume:
         metrics, passed = wanted.record.metrics, tuple(self._passed)
         if rank == 0:
             logger.info(self._line(chosen, world_size))
+        report = report.without_own()
         return ResumeInfo(
             chosen.tag, chosen.step, wanted.content, metrics, report, self._skipped, passed
         )

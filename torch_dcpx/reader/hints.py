@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_dcpx._text import counted
-from torch_dcpx.errors import CorruptionError, DcpxError, StorageError, UnsafePickleError
+from torch_dcpx.errors import (
+    CorruptionError,
+    DcpxError,
+    NotCommittedError,
+    StorageError,
+    UnsafePickleError,
+)
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,
@@ -80,6 +86,17 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
     is_root = POINTER_NAME in names
     root = "; CheckpointManager.resume takes the newest of them" if is_root else ""
     return f"{text}, but {_named(path, beneath)}{root}"
+
+
+def not_committed(path: Location, names: Sequence[str], wanted: Sequence[str]) -> NotCommittedError:
+    """Returns the error of a directory without the `wanted` files of metadata."""
+    is_unfinished = not any(map(is_metadata_name, names))
+    return NotCommittedError(
+        uncommitted(path, names, wanted),
+        errno=errno.ENOENT,
+        path=str(path / wanted[-1]),
+        files=sum(map(is_data_file_name, names)) if is_unfinished else 0,
+    )
 
 
 def add_repair(error: CorruptionError, directory: Location, names: Sequence[str]) -> None:

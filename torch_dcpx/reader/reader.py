@@ -39,7 +39,7 @@ from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
 from torch_dcpx.reader.generation import Generation, check_same_generation
-from torch_dcpx.reader.hints import absent, add_repair, add_verify, uncommitted
+from torch_dcpx.reader.hints import absent, add_repair, add_verify, not_committed
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
 from torch_dcpx.storage.names import METADATA_NAME
@@ -356,11 +356,7 @@ class DcpxReader(FileSystemReader):
                 if error.errno != errno.ENOENT:
                     raise
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
-                raise NotCommittedError(
-                    uncommitted(place.path, place.names(), wanted),
-                    errno=errno.ENOENT,
-                    path=str(place.path / name),
-                ) from error
+                raise not_committed(place.path, place.names(), wanted) from error
 
     def __check_not_replaced(self, error: StorageError) -> None:
         """Raises StorageError if a data file is gone because a save replaced the checkpoint."""

@@ -7,7 +7,7 @@ from html import escape
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch_dcpx._text import counted, printable
+from torch_dcpx._text import aligned, counted, printable
 
 _MOST_ROWS = 20  # of a text; a notebook shows five times as many
 
@@ -34,15 +34,7 @@ class Shown:
         found = self.table()
         lines = [printable(self.head())]
         if found.rows:
-            names = [name.lstrip("#") for name in found.columns]
-            shown = [names, *_texts(islice(found.rows, _MOST_ROWS))]
-            widths = [max(len(row[at]) for row in shown) for at in range(len(names))]
-            for row in shown:
-                cells = [
-                    text.rjust(width) if name[0] == "#" else text.ljust(width)
-                    for text, width, name in zip(row, widths, found.columns, strict=True)
-                ]
-                lines.append("  ".join(cells).rstrip())
+            lines += aligned(found.columns, _texts(islice(found.rows, _MOST_ROWS)))
         left = len(found.rows) - _MOST_ROWS
         if left > 0:
             lines.append(f"and {counted(left, 'row')} more")

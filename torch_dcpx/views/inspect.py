@@ -1,0 +1,310 @@
+"""`dcpx.inspect`: the names, dtypes, shapes, parts and files of a checkpoint, as an object.
+
+Reads metadata alone, executes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from torch_dcpx._gc import paused_gc
+from torch_dcpx._globs import chosen_names
+from torch_dcpx._text import counted, human_bytes
+from torch_dcpx.checkpoint.load_checks import NearNames
+from torch_dcpx.errors import UnknownNameError, must_be
+from torch_dcpx.integrity.contents import (
+    Contents,
+    commits_among,
+    least_sizes,
+    location,
+    open_checkpoint,
+    open_contents,
+    read_commit,
+    wanted_sizes,
+)
+from torch_dcpx.reader.hints import not_committed
+from torch_dcpx.reader.pretrained_reader import PretrainedReader
+from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
+from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.place import Place
+from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.views.items import FileSize, Item, Items, Rows, name_of
+from torch_dcpx.views.tables import Shown, Table
+
+_MAX_SHOWN = 5  # names in an error
+_MAX_DTYPES = 4  # in a head
+_OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")  # first modules of names
+
+
+@dataclass(frozen=True)
+class Described(Shown):
+    """One `.metadata`, or one export, with its names and files.
+
+    Attributes:
+        path: of the directory.
+        metadata_file: `.metadata`, or that of a rank; of an export its file or index.
+        written_by: "torch-dcpx" or "stock"; of an export its format.
+        save_id: of an export "".
+        fqns: names that were asked for.
+        held: how many names are stored.
+        files: by name.
+        writer: with versions, where the metadata says them; else as `written_by`.
+        saved_s: since 1970: when the metadata, or the export, was written.
+    """
+
+    path: str
+    metadata_file: str
+    written_by: str
+    save_id: str
+    fqns: Sequence[str] = field(repr=False)
+    held: int
+    files: dict[str, FileSize] = field(repr=False)
+    writer: str
+    saved_s: float | None
+    metadata: Metadata = field(repr=False, compare=False)
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The items that were asked for, in the order in which they are stored."""
+        return Items(self.metadata, self.fqns)
+
+    @cached_property
+    def dtypes(self) -> dict[str, int]:
+        """How many of the tensors have which dtype, the most frequent first."""
+        found = Counter(entry.properties.dtype for entry in self._tensors.values())
+        return {name_of(dtype): count for dtype, count in found.most_common()}
+
+    @property
+    def tensors(self) -> int:
+        """How many of the items are tensors."""
+        return len(self._tensors)
+
+    @cached_property
+    def parameters(self) -> int:
+        """The elements of all tensors that were asked for, but of those of optimizers."""
+        return sum(
+            math.prod(entry.size)
+            for fqn, entry in self._tensors.items()
+            if fqn.partition(".")[0] not in _OPTIMIZERS
+        )
+
+    @cached_property
+    def stored_nbytes(self) -> int:
+        """The bytes of the items that were asked for, as stored: framing included."""
+        chosen = set(self.fqns)
+        places = (self.metadata.storage_data or {}).items()
+        return sum(place.length for index, place in places if index.fqn in chosen)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(size.found or 0 for size in self.files.values())
+
+    @property
+    def faults(self) -> list[str]:
+        """The missing files, and those of wrong sizes."""
+        return [
+            f"'{name}' is missing"
+            if size.found is None
+            else f"'{name}' has {size.found} B, {size.wanted} B were written"
+            for name, size in self.files.items()
+            if not size.is_right
+        ]
+
+    def origin(self) -> str:
+        """Returns who wrote it, in one line."""
+        is_save = bool(self.save_id)
+        by = f"written by {self.written_by}, save {self.save_id[:12]}" if is_save else ""
+        name = location_of(self.path) / self.metadata_file
+        return f"{name}: {by or f'a file of {self.written_by}'}"
+
+    def sums(self) -> str:
+        """Returns what the items that were asked for come to, in one line."""
+        count, tensors = len(self.fqns), self.tensors
+        of = "" if count == self.held else f" of {self.held}"
+        kinds = f"{counted(tensors, 'tensor')}, {counted(count - tensors, 'object')}"
+        dtypes = list(self.dtypes)
+        more = ", ..." if len(dtypes) > _MAX_DTYPES else ""
+        form = f" ({', '.join(dtypes[:_MAX_DTYPES])}{more})" if dtypes else ""
+        noun = "parameter" if self.parameters == 1 else "parameters"
+        return (
+            f"{count:,}{of} {'item' if count == 1 and not of else 'items'} ({kinds}), "
+            f"{self.parameters:,} {noun}{form}, {human_bytes(self.stored_nbytes)} stored; "
+            f"{counted(len(self.files), 'file')} of {human_bytes(self.nbytes)}"
+        )
+
+    def head(self) -> str:
+        faults = "".join(f"; {fault}" for fault in self.faults)
+        return f"{self.origin()}; {self.sums()}{faults}"
+
+    def table(self) -> Table:
+        columns = ["dtype", "shape", "#parts", "#stored", "name"]
+        return Table(columns, Rows(Items(self.metadata, self.fqns)))
+
+    @cached_property
+    def _tensors(self) -> dict[str, TensorStorageMetadata]:
+        entries = self.metadata.state_dict_metadata
+        found = ((fqn, entries[fqn]) for fqn in self.fqns)
+        return {fqn: one for fqn, one in found if isinstance(one, TensorStorageMetadata)}
+
+
+@dataclass(frozen=True)
+class Inspection(Shown):
+    """A checkpoint or an export, as its metadata describe it.
+
+    Attributes:
+        path: as given.
+        saves: what each file of metadata describes: one, or one for each rank that saved its own.
+    """
+
+    path: str
+    saves: tuple[Described, ...]
+
+    @property
+    def items(self) -> list[Item]:
+        """The items that were asked for, of all ranks."""
+        return [item for each in self.saves for item in each.items]
+
+    @property
+    def parameters(self) -> int:
+        """The elements of all tensors that were asked for, but of those of optimizers."""
+        return sum(each.parameters for each in self.saves)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """How many of the tensors have which dtype, the most frequent first."""
+        found: Counter[str] = sum((Counter(each.dtypes) for each in self.saves), Counter())
+        return dict(found.most_common())
+
+    @property
+    def stored_nbytes(self) -> int:
+        """The bytes of the items that were asked for, as stored: framing included."""
+        return sum(each.stored_nbytes for each in self.saves)
+
+    @property
+    def faults(self) -> list[str]:
+        """The missing files, and those of wrong sizes."""
+        return [fault for each in self.saves for fault in each.faults]
+
+    def head(self) -> str:
+        if len(self.saves) == 1:
+            return self.saves[0].head()
+        heads = "; ".join(each.head() for each in self.saves)
+        return f"{self.path}: each of {len(self.saves)} ranks saved its own: {heads}"
+
+    def table(self) -> Table:
+        first = self.saves[0].table()
+        if len(self.saves) == 1:
+            return first
+        found = ((each.metadata_file, each.table().rows) for each in self.saves)
+        rows = [(name, *row) for name, own in found for row in own]
+        return Table(["metadata", *first.columns], rows)
+
+
+@paused_gc()
+def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] = ()) -> Inspection:
+    """Looks at the metadata of a checkpoint of torch-dcpx or of stock DCP, or at an export.
+
+    Reads no data and executes nothing. `print` shows it, and so does a notebook.
+
+    Args:
+        path: of a directory, a URL of a store, or what `export` wrote.
+        keys: names, or globs (`fnmatch`, case matters) of names: one, or several. Default: all.
+
+    Raises:
+        UnknownNameError: a name is not stored, and a glob matches nothing.
+        NotCommittedError: there is no checkpoint.
+        CorruptionError, UnsafePickleError: the metadata is damaged, or asks for a class.
+        StorageError, UnsupportedError, OptionError: it cannot be read; an argument cannot work.
+    """
+    globs = [keys] if isinstance(keys, str) else list(keys)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise must_be("keys", keys, "a name or glob, or several of them")
+    where = location(path)
+    with being_read(where), open_contents(where) as contents:
+        if contents.artifact is not None:
+            found = [_described_artifact(contents, contents.artifact)]
+        else:
+            found = described_in(contents.place, contents.look)
+    if globs:
+        found = _chosen(found, globs, str(where))
+    return Inspection(str(where), tuple(found))
+
+
+def described(path: Location) -> list[Described]:
+    """Returns what `described_in` does of the checkpoint at `path`. Raises as it does."""
+    with being_read(path), open_checkpoint(path) as place:
+        return described_in(place, place.look())
+
+
+def described_in(place: Place, look: Look) -> list[Described]:
+    """Returns the global metadata of a place, else each rank's own.
+
+    Raises:
+        NotCommittedError: there is no metadata.
+        CorruptionError, UnsafePickleError, UnsupportedError, StorageError: it cannot be read.
+    """
+    commits = commits_among(look.names)
+    if not commits:
+        raise not_committed(place.path, look.names, (METADATA_NAME,))
+    return [_described(place, look, name) for name in commits]
+
+
+def _described(place: Place, look: Look, name: str) -> Described:
+    found = read_commit(place, name)
+    is_exact = found.files is not None
+    sizes = {
+        name: FileSize(look.size(name), nbytes, is_exact)
+        for name, nbytes in sorted(wanted_sizes(found).items())
+    }
+    by = "torch-dcpx" if is_exact else "stock"
+    fqns, saved_s = list(found.metadata.state_dict_metadata), look.modified_s(name)
+    where, writer = (str(place.path), name, by, found.save_id), found.writer or by
+    return Described(*where, fqns, len(fqns), sizes, writer, saved_s, found.metadata)
+
+
+def _described_artifact(contents: Contents, name: str) -> Described:
+    """Returns what lies in the files of an export, whose file or index has this name."""
+    reader = PretrainedReader(contents.path)
+    metadata = reader.read_metadata()
+    entries = metadata.state_dict_metadata
+    entries |= {object_name: BytesStorageMetadata() for object_name in reader.objects}
+    ends = least_sizes(metadata) or {name: 0}
+    files = {one: FileSize(contents.look.size(one), end, False) for one, end in ends.items()}
+    form = "torch.save" if name.endswith(TORCH_SUFFIXES) else "safetensors"
+    where = str(contents.place.path), name, form, ""
+    fqns, saved_s = list(entries), contents.look.modified_s(name)
+    return Described(*where, fqns, len(fqns), files, form, saved_s, metadata)
+
+
+def _chosen(found: Sequence[Described], keys: Sequence[str], path: str) -> list[Described]:
+    """Returns them with the names that one of the keys means. Raises: UnknownNameError."""
+    stored = dict.fromkeys(fqn for each in found for fqn in each.fqns)
+    chosen: set[str] = set()
+    for key in keys:
+        fits = chosen_names(stored, (key,))
+        if not fits:
+            raise _unknown(key, list(stored), path)
+        chosen.update(fits)
+    return [replace(each, fqns=[fqn for fqn in each.fqns if fqn in chosen]) for each in found]
+
+
+def _unknown(key: str, stored: Sequence[str], path: str) -> UnknownNameError:
+    nearest = NearNames(stored).nearest(key)
+    shown = ", ".join(map(repr, nearest or stored[:_MAX_SHOWN]))
+    more = "" if nearest or len(stored) <= _MAX_SHOWN else ", ..."
+    lead = "did you mean" if nearest else f"it holds {counted(len(stored), 'item')}"
+    way = f"{lead}: {shown}{more}" if shown else lead
+    message = f"'{path}' holds nothing that {key!r} fits; {way}"
+    return UnknownNameError(message, fqn=key, path=path, nearest=tuple(nearest))
