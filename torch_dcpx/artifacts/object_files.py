@@ -47,7 +47,7 @@ def files_of(
     if isinstance(directory, ObjectUrl):
         place = ObjectPlace(directory.at(options.endpoint))
         return ObjectFiles(place, file_name, stem, suffix)
-    check_destination(directory, file_name)
+    check_destination(directory, file_name, f"{stem}{suffix}")
     return ArtifactFiles(directory, stem, suffix, options)
 
 
