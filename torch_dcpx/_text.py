@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 _MAX_GROUPS = 3
+_MAX_NAMES = 5
 _MAX_GLOB = 160  # characters
 _MANY = 5000  # names, of which fewer cuts are tried
 _Parts = tuple[str, ...]
@@ -35,6 +36,11 @@ def human_bytes(nbytes: float) -> str:
         if abs(nbytes) >= 10**exponent:
             return f"{nbytes / 10**exponent:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns five names or fewer as they are, and more of them by groups."""
+    return ", ".join(map(repr, names)) if len(names) <= _MAX_NAMES else grouped(names)
 
 
 def grouped(names: Sequence[str]) -> str:

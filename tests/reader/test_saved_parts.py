@@ -56,6 +56,7 @@ def test_parts_of_all_ranks_are_the_whole_tensor_at_every_door(
     assert torch.equal(dcpx.load_tensors(tmp_path / "out")["w"], WHOLE)
     report = dcpx.verify(tmp_path / "hf")
     assert report.ok and report.files == 3 and "form" in report.proved
+    assert "none says how many ranks there were" in str(report)
     model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(8, 3))})
     dcpx.load_pretrained(model, tmp_path / "hf", no_dist=True)
     assert torch.equal(model["w"], WHOLE)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx._arguments import check_options
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, some
 from torch_dcpx.artifacts.handed_state import HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
@@ -255,10 +255,9 @@ def _refuse_transient(model: nn.Module) -> None:
         if (buffer := module._buffers.get(key)) is not None and buffer.is_meta
     ]
     if names:
-        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         raise UnsupportedError(
             f"{counted(len(names), 'buffer')} on meta {'is' if len(names) == 1 else 'are'} not "
-            f"persistent, so no file holds {'it' if len(names) == 1 else 'them'}: {shown}; "
+            f"persistent, so no file holds {'it' if len(names) == 1 else 'them'}: {some(names)}; "
             "make them on their device before load_pretrained"
         )
 

@@ -86,7 +86,7 @@ def verify_artifact(
         raise NotCommittedError(message, errno=errno.ENOENT, path=path)
     if name.endswith(TORCH_SUFFIXES):
         on_disk(directory.path, name)
-        refuse_link(directory, name)
+        refuse_link(directory.path, name)
         looked = _of_torch(contents, job, safe_globals)
     else:
         looked = _of_safetensors(directory, name)
@@ -165,6 +165,11 @@ def _of_safetensors(directory: Place, name: str) -> _Looked:
             tensors_of(directory.path, name, weight_map, held)
         except CorruptionError as error:
             findings.append(of_error("disagreement", error, name))
+    if name == PARTS_NAME:
+        message = (
+            f"'{directory.path}' holds files of ranks, and none says how many ranks there were"
+        )
+        findings.append(file_finding("unchecked", name, message))
     for file, tensors in held.items():
         unnamed = [one for one in tensors if weight_map and weight_map.get(one) != file]
         if unnamed:

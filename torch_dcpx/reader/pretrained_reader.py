@@ -30,10 +30,16 @@ from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
-from torch_dcpx.reader.safetensors import Safetensors, find_files, names_file, read_safetensors
+from torch_dcpx.reader.safetensors import (
+    Safetensors,
+    find_files,
+    names_file,
+    read_safetensors,
+    refuse_link,
+)
 from torch_dcpx.reader.saved_parts import sizes_of_parts
 from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
-from torch_dcpx.storage.names import TORCH_SUFFIXES
+from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.paths import absolute_text, checked_location
 
@@ -64,6 +70,7 @@ class PretrainedReader(DcpxReader):
         """Reads `.metadata`, or what the files say of their tensors. Raises: as they do."""
         location = location_of(self.path, self.options.endpoint)
         if self._file_name is None:
+            refuse_link(location, METADATA_NAME)
             try:
                 return super().read_metadata(*args, **kwargs)
             except NotCommittedError:

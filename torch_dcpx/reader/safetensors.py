@@ -195,9 +195,9 @@ def tensors_of(
     return {fqn: (one,) for fqn, one in tensors.items()}
 
 
-def refuse_link(directory: Place, name: str) -> None:
+def refuse_link(folder: Location, name: str) -> None:
     """Raises UnsupportedError for a file that is a link: a whole one elsewhere, and no damage."""
-    path = directory.path / name
+    path = folder / name
     if isinstance(path, Path) and path.is_symlink():
         raise UnsupportedError(linked(path))
 
@@ -208,7 +208,7 @@ def read_header(directory: Place, name: str) -> tuple[dict[str, StoredTensor], b
     Raises: CorruptionError, StorageError, UnsupportedError.
     """
     path = str(directory.path / name)
-    refuse_link(directory, name)
+    refuse_link(directory.path, name)
     with directory.open_regular(name) as file:
         prefix = file.part(0, min(LENGTH_BYTES, file.nbytes))
         length = header_bytes(prefix, file.nbytes, path)
@@ -229,7 +229,7 @@ def read_index(directory: Place, name: str) -> dict[str, str]:
     def fail(what: str) -> CorruptionError:
         return CorruptionError(f"'{path}' is no index of safetensors: {what}", path=path)
 
-    refuse_link(directory, name)
+    refuse_link(directory.path, name)
     with directory.open_regular(name) as file:
         if file.nbytes > MAX_HEADER_BYTES:
             raise fail(f"it holds {file.nbytes} B, more than {MAX_HEADER_BYTES}")

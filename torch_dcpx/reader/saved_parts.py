@@ -91,7 +91,7 @@ def assembled(
     ranks = sorted({int(found[1]) for found in map(_PART.fullmatch, held) if found})
     if len(ranks) == 1:
         raise UnsupportedError(
-            f"'{folder}' holds the file of one rank, '{next(iter(held))}', and nothing says that "
+            f"'{folder}' holds files of one rank, '{next(iter(held))}', and nothing says that "
             f"there were no others (torch's HuggingFaceStorageWriter, not consolidated); {_WAY_OUT}"
         )
     parts: dict[str, list[StoredTensor]] = {}

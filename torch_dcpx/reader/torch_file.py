@@ -77,8 +77,7 @@ def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] =
     """
     directory_path = on_disk(location, name)
     path = str(directory_path / name)
-    with PosixPlace(directory_path) as directory:
-        refuse_link(directory, name)
+    refuse_link(directory_path, name)
     with PosixPlace(directory_path) as directory, directory.open_regular(name) as file:
         state = directory.state(name)
         records = _Records(file)
