@@ -37,6 +37,7 @@ from torch_dcpx.reader.safetensors import (
     read_index,
     refuse_link,
     tensors_of,
+    unnamed_in,
 )
 from torch_dcpx.reader.saved_parts import PARTS_NAME, StoredTensor
 from torch_dcpx.reader.torch_file import on_disk, read_torch_file
@@ -170,12 +171,12 @@ def _of_safetensors(directory: Place, name: str) -> _Looked:
             f"'{directory.path}' holds files of ranks, and none says how many ranks there were"
         )
         findings.append(file_finding("unchecked", name, message))
+    for file, left in unnamed_in(weight_map, held).items():
+        message = f"'{file}' holds {counted(len(left), 'tensor')} that '{name}' does not name there"
+        findings.append(
+            file_finding("leftover", file, f"{message}: loads leave them out", fqns=left)
+        )
     for file, tensors in held.items():
-        unnamed = [one for one in tensors if weight_map and weight_map.get(one) != file]
-        if unnamed:
-            message = f"'{file}' holds {counted(len(unnamed), 'tensor')} that '{name}' does not "
-            message += "name there: loads leave them out"
-            findings.append(file_finding("leftover", file, message, fqns=unnamed))
         nbytes = sum(one.entry.end - one.entry.begin for one in tensors.values())
         message = (
             f"'{file}' is of safetensors, which hold no checksums: {nbytes} B are not compared"

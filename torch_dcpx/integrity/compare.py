@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_dcpx._compat import common_properties, dtype_name
 from torch_dcpx._native import _C
+from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.findings import Finding, ItemRanges, file_finding, of_error, of_raw
 from torch_dcpx.integrity.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
@@ -334,10 +335,14 @@ def _compare_forms(
     finally:
         job.close()
     chunk_sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+    unlike: list[str] = []
     for item, form in zip(items, forms, strict=True):
         entry = metadata.state_dict_metadata.get(item.fqn)
-        if form is None or form.kind != "plain" or not isinstance(entry, TensorStorageMetadata):
-            continue  # what torch alone decodes has no form here
+        if form is None or not isinstance(entry, TensorStorageMetadata):
+            continue
+        if form.kind != "plain":
+            unlike.append(item.fqn)
+            continue
         if item.fqn not in chunk_sizes:
             chunk_sizes[item.fqn] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
         wanted = chunk_sizes[item.fqn].get(item.offsets or ())
@@ -350,6 +355,9 @@ def _compare_forms(
             message = f"'{item.fqn}' in '{name}' is of another form: {why}"
             where = (item.offset, item.nbytes)
             yield file_finding("item", name, message, where=where, fqns=(item.fqn,))
+    if unlike:
+        message = f"'{name}' holds {counted(len(unlike), 'item')} that torch alone decodes, "
+        yield file_finding("unchecked", name, f"{message}whose form is not compared", fqns=unlike)
 
 
 def _forms_of(job: _C.ReadJob, name: str, items: Sequence[Item]) -> list[Form | None]:

@@ -120,16 +120,14 @@ class VerifyReport:
         """What was compared, and so is proved where there is no fault."""
         parts = []
         if self.checked_bytes:
-            some = (
-                " (not all: see the notes)" if "unchecked" in {n.kind for n in self.notes} else ""
-            )
-            parts.append(f"bytes against recorded checksums{some}")
+            parts.append("bytes against recorded checksums")
         if self.is_form_compared:
             parts.append("form (names, shapes, dtypes, sizes)")
-        if len(parts) == 2:
-            return " and ".join(parts)
-        lacking = "no form" if self.checked_bytes else "no bytes"
-        return f"{parts[0]}, {lacking}" if parts else "neither bytes nor form"
+        lacking = ", no bytes" if parts and not self.checked_bytes else ""
+        lacking = ", no form" if parts and not self.is_form_compared else lacking
+        if self.checked_bytes and any(note.kind == "unchecked" for note in self.notes):
+            lacking += ", not all: see the notes"
+        return (" and ".join(parts) or "neither bytes nor form") + lacking
 
     @property
     def gb_per_s(self) -> float:

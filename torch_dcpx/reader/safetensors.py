@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
     NotCommittedError,
@@ -40,6 +42,8 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import FileState, Place, is_place, open_place
+
+logger = logging.getLogger("torch_dcpx")
 
 _STEMS = ("model", "diffusion_pytorch_model")  # that Hugging Face's loaders look for
 _SINGLE_NAME = "model.safetensors"
@@ -149,6 +153,10 @@ def read_safetensors(directory_path: Location, name: str) -> Safetensors:
             held[file], header = read_header(directory, file)
             digest.update(header)
     tensors = tensors_of(directory_path, name, weight_map, held)
+    for file, left in unnamed_in(weight_map, held).items():
+        count, example = counted(len(left), "tensor"), printable(left[0])[:160]
+        text = "'%s': left out %s of '%s' that the index does not name there, such as '%s'"
+        logger.warning(text, directory_path / name, count, file, example)
     return Safetensors(directory_path, tensors, digest.hexdigest(), seen)
 
 
@@ -183,7 +191,8 @@ def tensors_of(
     for fqn, file in weight_map.items():
         if fqn not in held[file]:
             raise CorruptionError(
-                f"'{path}' says that '{fqn}' lies in '{file}', which does not hold it",
+                f"'{path}' says that '{printable(fqn)[:160]}' lies in '{file}', which does not "
+                "hold it",
                 path=path,
                 fqn=fqn,
                 touched=(),
@@ -193,6 +202,16 @@ def tensors_of(
         own = {fqn: one for fqn, one in tensors.items() if one.file == file}
         refuse_parts(str(directory), file, own, is_of_index=True)
     return {fqn: (one,) for fqn, one in tensors.items()}
+
+
+def unnamed_in(
+    weight_map: Mapping[str, str] | None, held: Mapping[str, Mapping[str, StoredTensor]]
+) -> dict[str, list[str]]:
+    """Returns the tensors of each file that the index, if there is one, does not name in it."""
+    if weight_map is None:
+        return {}
+    left = {file: [n for n in own if weight_map.get(n) != file] for file, own in held.items()}
+    return {file: names for file, names in left.items() if names}
 
 
 def refuse_link(folder: Location, name: str) -> None:
@@ -244,10 +263,10 @@ def read_index(directory: Place, name: str) -> dict[str, str]:
     of_torch = [one for one in weight_map.values() if one.endswith(TORCH_SUFFIXES)]
     if of_torch and index_kind(name) != "safetensors":
         raise UnsupportedError(
-            f"'{path}' is the index of several files of torch.save, such as '{min(of_torch)}', "
-            "and such files are read one at a time: put the tensors that it names of each, "
-            "dcpx.load_tensors(file, names), into one dict; dcpx.export(dict, FOLDER) makes "
-            "safetensors of it"
+            f"'{path}' is the index of several files of torch.save, such as "
+            f"'{printable(min(of_torch))[:160]}', and such files are read one at a time: put the "
+            "tensors that it names of each, dcpx.load_tensors(file, names), into one dict; "
+            "dcpx.export(dict, FOLDER) makes safetensors of it"
         )
     for file_name in sorted(set(weight_map.values())):
         if _FILE_NAME.fullmatch(file_name) is None:

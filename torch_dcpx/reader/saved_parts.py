@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import add
 from typing import NamedTuple
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 from torch_dcpx.reader.safetensors_header import HeaderEntry
 from torch_dcpx.tensors.tiling import box_text, untiled
@@ -22,6 +22,7 @@ from torch_dcpx.tensors.tiling import box_text, untiled
 logger = logging.getLogger("torch_dcpx")
 
 PARTS_NAME = "shard-*-model-*.safetensors"  # means all of them in a folder
+_MAX_NAME = 160  # characters, in a message
 _PART = re.compile(r"shard-(\d{5,9})-model-\d{5,9}-of-\d{5,9}\.safetensors")
 _WHOLE = re.compile(r"model-\d{5,9}-of-\d{5,9}\.safetensors")  # the same writer's, of one process
 _WAY_OUT = (
@@ -48,6 +49,10 @@ def is_part_name(name: str) -> bool:
     return _PART.fullmatch(name) is not None
 
 
+def _shown(name: str) -> str:
+    return printable(name)[:_MAX_NAME]
+
+
 def sizes_of_parts(parts: Iterable[StoredTensor]) -> tuple[int, ...]:
     """Returns the sizes of the tensor that the parts make."""
     ends = [tuple(map(add, part.begin, part.entry.sizes)) for part in parts]
@@ -63,7 +68,7 @@ def refuse_parts(
         if at is None or not (any(at) or is_part_name(file)):
             continue
         raise UnsupportedError(
-            f"'{folder}/{file}' holds what one rank had of each tensor, of '{name}' "
+            f"'{folder}/{file}' holds what one rank had of each tensor, of '{_shown(name)}' "
             f"{box_text(at, one.entry.sizes)} (torch's HuggingFaceStorageWriter, not "
             f"consolidated): name the folder '{folder}' with the files of all ranks"
         )
@@ -120,8 +125,9 @@ def _check(folder: str, found: Mapping[str, Sequence[StoredTensor]], ranks: Sequ
 
     def fail(name: str, what: str) -> CorruptionError:
         return CorruptionError(
-            f"the parts of '{name}' in '{folder}', in files of {counted(len(ranks), 'rank')} "
-            f"({ranks[0]} to {ranks[-1]}), {what}: a file is missing, or they are of several saves",
+            f"the parts of '{_shown(name)}' in '{folder}', in files of "
+            f"{counted(len(ranks), 'rank')} ({ranks[0]} to {ranks[-1]}), {what}: a file is "
+            "missing, or they are of several saves",
             path=folder,
             fqn=name,
             touched=(),
