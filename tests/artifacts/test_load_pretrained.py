@@ -156,12 +156,14 @@ def test_links_fifos_and_directories_without_weights_are_refused(tmp_path: Path)
     real = tmp_path / "real"
     real.mkdir()
     st.save_file(untied(net()), real / "model.safetensors")
-    for make in (lambda p: p.symlink_to(real / "model.safetensors"), os.mkfifo):
-        place = tmp_path / f"d{make.__name__}"
-        place.mkdir()
-        make(place / "model.safetensors")
-        with pytest.raises(dcpx.CorruptionError):
-            dcpx.load_pretrained(meta_net(), place)
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/model.safetensors").symlink_to(real / "model.safetensors")
+    with pytest.raises(dcpx.UnsupportedError, match=r"is a link.*local_dir="):
+        dcpx.load_pretrained(meta_net(), tmp_path / "link")
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo/model.safetensors")
+    with pytest.raises(dcpx.CorruptionError):
+        dcpx.load_pretrained(meta_net(), tmp_path / "fifo")
     (tmp_path / "none").mkdir()
     for path in (tmp_path / "none", tmp_path / "absent", tmp_path / "absent.safetensors"):
         with pytest.raises(dcpx.StorageError):

@@ -52,7 +52,7 @@ def fitting() -> dict[str, Any]:
 
 
 def test_a_state_that_fits_has_no_differences() -> None:
-    assert compare(fitting(), STORED, STRICT) == Differences()
+    assert compare(fitting(), STORED, STRICT) == Differences(found=4)
     assert not Differences().is_refused(STRICT)
 
 
@@ -171,13 +171,24 @@ def test_the_text_is_bounded_and_the_fields_are_whole() -> None:
     assert error is not None
     assert error.missing == tuple(state)
     assert len(str(error)) < 5000
-    assert "49991 more" in str(error)
-    assert "50000 in 'layer'" in str(error)
+    assert "50000 of `layer.*`" in str(error)
     one = compare({long: 1}, STORED, STRICT)
     many = mismatch_error("/c", [found, *[one] * 999, Differences()], STRICT)
     assert isinstance(many, MismatchError)
     assert len(many.ranks or ()) == 1000
     assert len(str(many)) < 5000
+
+
+def test_nothing_found_on_any_rank_is_an_error_where_something_must_be() -> None:
+    rules = LoadRules.of(False, (), "error")._replace(must_find=True)
+    nothing = compare({"x": 1, "y": 2}, STORED, rules)
+    assert (nothing.found, nothing.refused, nothing.missing) == (0, (), ("x", "y"))
+    error = mismatch_error("/c", [Differences(found=0), nothing], rules)
+    assert error is not None and (error.missing, error.ranks) == (("x", "y"), (1,))
+    assert "'/c' holds nothing of what is asked for: 2 names are missing" in str(error)
+    assert mismatch_error("/c", [nothing, Differences()], rules) is None
+    assert mismatch_error("/c", [Differences(found=0)] * 2, rules) is None
+    assert mismatch_error("/c", [nothing], rules._replace(must_find=False)) is None
 
 
 def test_allowed_casts_are_no_part_of_an_error_for_other_reasons() -> None:

@@ -107,7 +107,6 @@ def test_whole_safetensors_have_a_note_that_bytes_were_not_compared(
         ("missing", "missing"),
         ("index", "disagreement"),
         ("no index", "metadata"),
-        ("link", "metadata"),
     ],
 )
 def test_damaged_safetensors_have_a_fault_that_names_the_file(
@@ -122,18 +121,38 @@ def test_damaged_safetensors_have_a_fault_that_names_the_file(
         change(file, 9, b"\xff")
     elif damage == "missing":
         file.unlink()
-    elif damage == "link":
-        file.rename(tmp_path / "other")
-        file.symlink_to("other")
     elif damage == "index":
         weights = json.loads(index.read_text())
-        del weights["weight_map"]["layer3"]
+        weights["weight_map"]["none"] = file.name
         index.write_text(json.dumps(weights))
     else:
         index.write_text("{")
     report = dcpx.verify(tmp_path)
     assert kinds(report) == {kind}
     assert report.faults[0].file == (index.name if "index" in damage else file.name)
+
+
+def test_links_are_a_question_without_an_answer(tmp_path: Path) -> None:
+    dcpx.export(state(), tmp_path / "out", max_shard_bytes=60_000, no_dist=True)
+    torch.save({"w": torch.ones(2)}, tmp_path / "y.pt")
+    shard = tmp_path / "out/model-00002-of-00003.safetensors"
+    for file in (shard, tmp_path / "y.pt"):
+        file.rename(tmp_path / "other")
+        file.symlink_to(tmp_path / "other")
+        with pytest.raises(dcpx.UnsupportedError, match="is a link"):
+            dcpx.verify(tmp_path / "out" if file == shard else file)
+
+
+def test_tensors_that_the_index_does_not_name_are_a_note_and_left_out(tmp_path: Path) -> None:
+    dcpx.export(state(), tmp_path, max_shard_bytes=60_000, no_dist=True)
+    index = tmp_path / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())
+    file = weights["weight_map"].pop("layer3")
+    index.write_text(json.dumps(weights))
+    report = dcpx.verify(tmp_path)
+    assert report.ok
+    assert [(n.file, n.fqns) for n in report.notes if n.kind == "leftover"] == [(file, ("layer3",))]
+    assert set(dcpx.load_tensors(tmp_path)) == set(state()) - {"layer3"}
 
 
 def test_path_that_is_nothing_stays_an_error_and_a_checkpoint_a_checkpoint(tmp_path: Path) -> None:

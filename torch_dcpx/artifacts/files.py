@@ -27,8 +27,15 @@ from typing import TYPE_CHECKING, Any
 from torch_dcpx._native import _C
 from torch_dcpx._replacing import Replacing
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    DcpxError,
+    NotCommittedError,
+    OptionError,
+    StorageError,
+)
 from torch_dcpx.options import WriteOptions
+from torch_dcpx.reader.safetensors import file_among
 from torch_dcpx.reader.safetensors_header import header_bytes
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, make_directory
@@ -101,11 +108,12 @@ def _lock(directory: Directory) -> bool:
     return missing is None
 
 
-def check_destination(directory: Path, file_name: str | None) -> None:
+def check_destination(directory: Path, file_name: str | None, single_name: str) -> None:
     """Raises OptionError where an export would not be found, or cannot be made.
 
     Args:
         file_name: of the file that the path names; None: it names the directory.
+        single_name: of the file, if the export makes one.
     """
     place = directory if file_name is None else directory / file_name
     wrong = ""
@@ -115,11 +123,25 @@ def check_destination(directory: Path, file_name: str | None) -> None:
         place, wrong = directory, "is a file or a link to nothing, where a directory is to be made"
     elif file_name is None and os.path.isdir(directory):  # noqa: PTH112
         with Directory(directory) as held:
-            if any(is_metadata_name(one) or is_data_file_name(one) for one in held.names()):
-                wrong = "holds a checkpoint, beside which loads would not find an export"
+            names = held.names()
+        if any(is_metadata_name(one) or is_data_file_name(one) for one in names):
+            wrong = "holds a checkpoint, beside which loads would not find an export"
+        else:
+            wrong = _in_front(directory, names, single_name)
     if wrong:
         message = f"export to '{place}': it {wrong}; name another place"
         raise OptionError(message, option="path", value=str(place))
+
+
+def _in_front(directory: Path, names: Sequence[str], single_name: str) -> str:
+    """Returns why loads of a directory would not take this file of an export; "" if they would."""
+    try:
+        first = file_among(directory, [*names, single_name])
+    except NotCommittedError:
+        first = "several files of safetensors"
+    if first == single_name:
+        return ""
+    return f"holds '{first}', which loads would take before '{single_name}'"
 
 
 def old_shards(

@@ -21,11 +21,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from torch_dcpx._text import some
 from torch_dcpx.checkpoint.stateful import is_extra_state
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.tensors.memory import refuse_expanded
-
-_MAX_SHOWN = 5
 
 _Memory = dict[tuple[str, int], list[tuple[int, int]]]  # by device and storage: first byte, end
 
@@ -57,7 +56,7 @@ class HandedState:
         ]
         if on_meta:
             raise UnsupportedError(
-                f"{_named(module)} gives copies of what is on meta: {_listed(on_meta)}; give it "
+                f"{_named(module)} gives copies of what is on meta: {some(on_meta)}; give it "
                 "memory before, by module.to_empty(device=...)"
             )
 
@@ -92,7 +91,7 @@ class HandedState:
         if lost:
             raise UnsupportedError(
                 f"{_named(self._module)} gives copies of its weights, and after load_state_dict() "
-                f"it does not hold what was loaded for {len(lost)} of them: {_listed(lost)}; load "
+                f"it does not hold what was loaded for {len(lost)} of them: {some(lost)}; load "
                 "into a dict by dcpx.load, and hand that over in the way the module wants"
             )
 
@@ -201,8 +200,3 @@ def _has_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _named(module: nn.Module) -> str:
     return f"state_dict() of {type(module).__name__}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return ", ".join(map(repr, names[:_MAX_SHOWN])) + more

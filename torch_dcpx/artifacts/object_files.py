@@ -54,7 +54,7 @@ def files_of(
     if isinstance(directory, ObjectUrl):
         place = ObjectPlace(directory.at(options.endpoint))
         return ObjectFiles(place, file_name, stem, suffix, may_replace)
-    check_destination(directory, file_name)
+    check_destination(directory, file_name, f"{stem}{suffix}")
     return ArtifactFiles(directory, stem, suffix, options, may_replace)
 
 

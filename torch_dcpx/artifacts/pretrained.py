@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_dcpx._arguments import check_options
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, some
 from torch_dcpx.artifacts.handed_state import HandedState
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.checkpoint.load_checks import LoadRules
@@ -68,7 +68,7 @@ def load_pretrained(
         key_map: stored names and shapes to the model's. Default `KeyMap()`: names of the plain
             model, as the module itself says what is a wrapper.
         strict: whether names that are not stored are an error. Default True. With False their
-            tensors stay as they are, maybe on `meta`.
+            tensors stay as they are, maybe on `meta`; that none is stored is an error even so.
         allow_missing: globs of names that may be missing all the same. Default ().
         cast: "error" (default): stored and wanted dtypes must be equal. "allow": converted.
         device: of tensors on `meta`. Default None: the mesh's device for shards, else the CPU.
@@ -102,7 +102,7 @@ def load_pretrained(
         check_options("options", options, ReadOptions)
         checked_location(path, "mount it, and name the directory")
         rules = LoadRules.of(strict, allow_missing, cast, "load_pretrained")
-        rules = rules._replace(may_miss=_or_extra_state(rules.may_miss))
+        rules = rules._replace(may_miss=_or_extra_state(rules.may_miss), must_find=True)
         names = checked_map(key_map) or KeyMap()
         reader, planner = PretrainedReader(path, options=own_options), DcpxLoadPlanner()
         return RankLoad(
@@ -255,10 +255,9 @@ def _refuse_transient(model: nn.Module) -> None:
         if (buffer := module._buffers.get(key)) is not None and buffer.is_meta
     ]
     if names:
-        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         raise UnsupportedError(
             f"{counted(len(names), 'buffer')} on meta {'is' if len(names) == 1 else 'are'} not "
-            f"persistent, so no file holds {'it' if len(names) == 1 else 'them'}: {shown}; "
+            f"persistent, so no file holds {'it' if len(names) == 1 else 'them'}: {some(names)}; "
             "make them on their device before load_pretrained"
         )
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torch_dcpx._arguments import check_options, check_part, check_state
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, grouped, human_bytes
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
@@ -34,6 +34,7 @@ from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
+from torch_dcpx.reader.pretrained_reader import shown_path
 from torch_dcpx.reader.reader import WAY_OUT, DcpxReader, share_timeline
 from torch_dcpx.reports import LoadReport
 from torch_dcpx.storage.paths import AnyPath, checked_location
@@ -235,16 +236,18 @@ class LoadRun:
         filled = {name for name in differences.missing if any(part.fills(name) for part in parts)}
         missing = tuple(name for name in differences.missing if name not in filled)
         others = [name for name in differences.missing if name in filled]
+        nbytes = read.needed_bytes if read is not None else 0
         for names, what in ((missing, "as they were"), (others, "as those of other names")):
             if names:
-                text = "loaded '%s' without %s that it does not hold; they are %s: %s"
+                loaded = f"{counted(differences.found, 'name')}, {human_bytes(nbytes)},"
+                text = "loaded %s from '%s'; it does not hold %s, which stay %s: %s"
                 count = counted(len(names), "name")
-                logger.warning(text, reader.path, count, what, ", ".join(names[:5]))
+                logger.warning(text, loaded, shown_path(reader), count, what, grouped(names))
         self._timeline.end()
         return LoadReport(
             path=str(reader.path),
             items=self._items,
-            nbytes=read.needed_bytes if read is not None else 0,
+            nbytes=nbytes,
             missing=missing,
             unexpected=self.own.unexpected(self._answer.unasked),
             casts=differences.dtypes,

@@ -18,17 +18,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch_dcpx._arguments import check_bool, check_choice, checked_globs
 from torch_dcpx._compat import dtype_name, wanted_sizes
 from torch_dcpx._globs import Patterns
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, grouped
 from torch_dcpx.errors import MismatchError
 from torch_dcpx.keys.mapped_state import MappedState, MappedTarget
 from torch_dcpx.keys.wrappers import unwrapped
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.planners.load_planner import unlike_names
+from torch_dcpx.reader.hints import command
 from torch_dcpx.tensors.memory import refuse_nested
 
 _T = TypeVar("_T")
 
 _MAX_SHOWN = 10  # of each list, in the message
+_MAX_EXAMPLES = 3  # of more names than that
 _MAX_NAME = 160  # characters of a name, in the message
 _MAX_LENGTH = 300  # characters of names that are compared letter by letter
 _MAX_COMPARED = 1000  # stored names, with each missing one
@@ -43,6 +45,7 @@ class LoadRules(NamedTuple):
     is_cast_allowed: bool
     globs: tuple[str, ...] = ()  # of names that may be missing
     call: str = "load"  # whose arguments a message names
+    must_find: bool = False  # whether it is an error that no rank's names are stored
     # Raises for names that no rank asks for, of all stored ones. None: nobody need ask.
     check_left: Callable[[Sequence[str], Collection[str]], None] | None = None
     learn: Callable[[Collection[str]], None] = lambda _: None  # names, which then are no globs
@@ -68,6 +71,7 @@ class Differences(NamedTuple):
     lost: tuple[tuple[str, str], ...] = ()  # stored names that a part cannot take, and why
     nearest: Mapping[str, tuple[str, ...]] = {}  # stored names for the first refused ones
     wrapped: int = 0  # number of refused ones that `KeyMap()` finds
+    found: int = 1  # number of names that are stored
     way_in: tuple[str, str] = ("", "")  # part of the stored names, or of the state's, that is more
 
     @property
@@ -80,6 +84,7 @@ class Differences(NamedTuple):
         """Returns whether the load cannot go on."""
         casts = self.dtypes and not rules.is_cast_allowed
         lost = self.lost and rules.is_strict
+        # A rank alone may find nothing, but not all of them: `mismatch_error`.
         return bool(self.refused or self.shapes or self.kinds or casts or lost)
 
 
@@ -123,18 +128,21 @@ def compare(
                 shapes += _shape_rows(fqn, target, entries)
             if is_dtype_known:
                 dtypes += _dtype_rows(fqn, target, entries)
+    count = len(state) - len(missing)
     if mapped is not None:
         missing += mapped.missing
         shapes += mapped.shapes
         dtypes += mapped.dtypes if is_dtype_known else []
         kinds += mapped.kinds
     refused = [fqn for fqn in missing if rules.is_strict and not rules.may_miss(fqn)]
-    found = Differences(tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds))
-    if not refused:
+    found = Differences(
+        tuple(missing), tuple(refused), tuple(shapes), tuple(dtypes), tuple(kinds), found=count
+    )
+    if not refused and (count or not missing):
         return found
     near = NearNames(name for name in stored if name not in state)
-    nearest = {fqn: near.nearest(fqn) for fqn in refused[:_MAX_SHOWN]}
-    if mapped is None:
+    nearest = {fqn: near.nearest(fqn) for fqn in (refused or missing)[:_MAX_SHOWN]}
+    if refused and mapped is None:
         wrapped = _count_wrapped(refused, state, stored)
         found = found._replace(wrapped=wrapped, way_in=near.way_in(refused))
     return found._replace(nearest=nearest)
@@ -145,9 +153,13 @@ def mismatch_error(
 ) -> MismatchError | None:
     """Returns one error of the differences of all ranks, by rank; None if the load can go on."""
     ranks = [rank for rank, own in enumerate(all_differences) if own.is_refused(rules)]
+    missing = _union(own.refused for own in all_differences)
+    is_vain = rules.must_find and not any(own.found for own in all_differences)
+    if is_vain and not ranks:
+        missing = _union(own.missing for own in all_differences)
+        ranks = [rank for rank, own in enumerate(all_differences) if own.missing]
     if not ranks:
         return None
-    missing = _union(own.refused for own in all_differences)
     tables: dict[str, Sequence[Any]] = {
         "shapes": _union(own.shapes for own in all_differences),
         "dtypes": () if rules.is_cast_allowed else _union(own.dtypes for own in all_differences),
@@ -163,13 +175,20 @@ def mismatch_error(
     lines = [
         f"the state does not fit the checkpoint in '{path}': {differing}{where}; nothing was read"
     ]
+    if is_vain:
+        lines[0] = f"'{path}' holds nothing of what is asked for: {differing}; nothing was read"
     if missing:
-        lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
         if len(missing) > _MAX_SHOWN:
-            groups = Counter(fqn.partition(".")[0] for fqn in missing).most_common(5)
-            shown = ", ".join(f"{n} in {_short(group)}" for group, n in groups)
-            lines.append(f"  of these {shown}")
-        lines += [f"  {way}" for way in _ways_out(all_differences, missing, rules)]
+            lines.append(f"missing: {grouped(missing)}")
+            some = [*nearest, *(name for name in missing if name not in nearest)][:_MAX_EXAMPLES]
+            lines.append(f"  such as {', '.join(_missing_text(name, nearest) for name in some)}")
+        else:
+            lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
+        if is_vain:
+            ways = [f"is it the file of this model? {command('inspect', path)} shows its names"]
+        else:
+            ways = [*_ways_out(all_differences, missing, rules)]
+        lines += [f"  {way}" for way in ways]
     for what, rows in tables.items():
         if rows:
             way = "; cast='allow' converts them" if what == "dtypes" else ""
@@ -204,7 +223,9 @@ def _counts(missing: int, tables: Mapping[str, Sequence[Any]], lost: int) -> Ite
 
 
 def _ways_out(
-    all_differences: Sequence[Differences], missing: Sequence[str], rules: LoadRules
+    all_differences: Sequence[Differences],
+    missing: Sequence[str],
+    rules: LoadRules,
 ) -> Iterator[str]:
     """Yields what a caller can do about missing names, by arguments that the call has."""
     wrapped = max(own.wrapped for own in all_differences)

@@ -42,6 +42,7 @@ from torch_dcpx.planners.cache import STATE_READER
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.coverage import check_shards
+from torch_dcpx.reader.pretrained_reader import shown_path
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import names_on_meta, refuse_meta
 
@@ -53,7 +54,7 @@ _WITH_MEMORY = (
 class LoadOffer(NamedTuple):
     """A rank's part in the plan."""
 
-    differences: Differences | None  # if the load cannot go on
+    differences: Differences | None  # if the load cannot go on, or nothing is found
     plan: LoadPlan | None = None
     is_light: bool = False  # whether the plan has no items, since no hook looks at them
     stored_id: tuple[int, int] = (0, 0)  # number and checksum of all stored names
@@ -223,7 +224,7 @@ class RankLoad:
         if self._is_handed is not None:
             has_stateful |= self._is_handed(self.differences.missing)
         return LoadOffer(
-            None,
+            None if self.differences.found else self.differences,
             dataclasses.replace(self.plan, items=[]) if is_light else self.plan,
             is_light,
             stored_id,
@@ -347,7 +348,7 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
         if unasked is None or any(not names.isdisjoint(offer.new) for offer in offers):
             return [LoadAnswer(None, unasked=unasked, is_again=True)] * len(offers)
     differences = [offer.differences or Differences() for offer in offers]
-    error = mismatch_error(str(own.reader.path), differences, own.rules)
+    error = mismatch_error(shown_path(own.reader), differences, own.rules)
     if error is not None:
         return [LoadAnswer(error)] * len(offers)
     plans = [offer.plan for offer in offers if offer.plan is not None]

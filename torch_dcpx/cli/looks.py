@@ -7,9 +7,14 @@ import os
 from pathlib import Path
 
 from torch_dcpx.errors import StorageError
-from torch_dcpx.reader.hints import absent, command
+from torch_dcpx.reader.hints import absent, command, linked
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.names import ARTIFACT_SUFFIXES, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import (
+    ARTIFACT_SUFFIXES,
+    is_artifact_name,
+    is_data_file_name,
+    is_metadata_name,
+)
 from torch_dcpx.storage.object_url import Location
 
 
@@ -40,7 +45,7 @@ def _wrong_file(path: Path, *, takes_files: bool) -> str:
     """Returns why a command does not take a file; "" if it does."""
     if is_data_file_name(path.name) or is_metadata_name(path.name):
         return absent(path)
-    if not path.name.endswith(ARTIFACT_SUFFIXES):
+    if not is_artifact_name(path.name):
         suffixes = f"{', '.join(ARTIFACT_SUFFIXES[:-1])} or {ARTIFACT_SUFFIXES[-1]}"
         return (
             f"'{path}' is a file, and no checkpoint, which is a directory; the name of an exported "
@@ -51,5 +56,5 @@ def _wrong_file(path: Path, *, takes_files: bool) -> str:
             f"'{path}' is a file, no directory of checkpoints: {command('inspect', path)} shows it"
         )
     if path.is_symlink():
-        return f"'{path}' is a link, which is not followed: name '{path.resolve()}'"
+        return linked(path)
     return ""

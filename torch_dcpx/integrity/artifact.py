@@ -12,7 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_dcpx.errors import DcpxError, NotCommittedError, StorageError, UnsafePickleError
+from torch_dcpx._text import counted
+from torch_dcpx.errors import (
+    CorruptionError,
+    DcpxError,
+    NotCommittedError,
+    StorageError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from torch_dcpx.integrity.contents import Contents, open_contents
 from torch_dcpx.integrity.findings import (
     Finding,
@@ -24,11 +32,14 @@ from torch_dcpx.integrity.findings import (
 )
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.reader.safetensors import (
-    StoredTensor,
-    check_index,
+    files_of,
     read_header,
     read_index,
+    refuse_link,
+    tensors_of,
+    unnamed_in,
 )
+from torch_dcpx.reader.saved_parts import PARTS_NAME, StoredTensor
 from torch_dcpx.reader.torch_file import on_disk, read_torch_file
 from torch_dcpx.storage.names import TORCH_SUFFIXES
 from torch_dcpx.storage.object_url import Location
@@ -67,15 +78,16 @@ def verify_artifact(
     """Compares an artifact with itself and with its checksums. Faults raise nothing.
 
     Raises: NotCommittedError: the file that the path names is not there; UnsupportedError: a file
-    of torch.save in a store.
+    of torch.save in a store; a link; a part of a tensor alone; an index of files of torch.save.
     """
     began, directory, name = time.perf_counter(), contents.place, contents.artifact or ""
-    if name not in contents.look.names:
+    if name not in (*contents.look.names, PARTS_NAME):
         path = str(directory.path / name)
         message = f"'{path}' is not there: there is nothing to verify"
         raise NotCommittedError(message, errno=errno.ENOENT, path=path)
     if name.endswith(TORCH_SUFFIXES):
         on_disk(directory.path, name)
+        refuse_link(directory.path, name)
         looked = _of_torch(contents, job, safe_globals)
     else:
         looked = _of_safetensors(directory, name)
@@ -95,6 +107,7 @@ def verify_artifact(
         metadata_s=summed - began,
         sum_s=ended - summed,
         total_s=ended - began,
+        is_form_compared=looked.items > 0,
     )
 
 
@@ -130,25 +143,39 @@ def _of_torch(contents: Contents, job: _C.VerifyJob, safe_globals: Sequence[Any]
 
 
 def _of_safetensors(directory: Place, name: str) -> _Looked:
-    """Looks at a file, or an index and all its files."""
+    """Looks at a file, or at all files of an index or of ranks. Raises: UnsupportedError."""
     findings: list[Finding] = []
     weight_map = None
     if name.endswith(".json"):
         try:
             weight_map = read_index(directory, name)
+        except UnsupportedError:
+            raise
         except DcpxError as error:
             return _Looked([_error_of(error, name)], 0, 0)
     held: dict[str, dict[str, StoredTensor]] = {}
-    for file in [name] if weight_map is None else sorted(set(weight_map.values())):
+    for file in files_of(directory, name, weight_map):
         try:
             held[file], _ = read_header(directory, file)
+        except UnsupportedError:
+            raise
         except DcpxError as error:
             findings.append(_error_of(error, file))
-    if weight_map is not None and not findings:
+    if not findings:
         try:
-            check_index(weight_map, held, str(directory.path / name))
-        except DcpxError as error:
+            tensors_of(directory.path, name, weight_map, held)
+        except CorruptionError as error:
             findings.append(of_error("disagreement", error, name))
+    if name == PARTS_NAME:
+        message = (
+            f"'{directory.path}' holds files of ranks, and none says how many ranks there were"
+        )
+        findings.append(file_finding("unchecked", name, message))
+    for file, left in unnamed_in(weight_map, held).items():
+        message = f"'{file}' holds {counted(len(left), 'tensor')} that '{name}' does not name there"
+        findings.append(
+            file_finding("leftover", file, f"{message}: loads leave them out", fqns=left)
+        )
     for file, tensors in held.items():
         nbytes = sum(one.entry.end - one.entry.begin for one in tensors.values())
         message = (

@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
 
-from torch_dcpx._text import counted, printable
+from torch_dcpx._text import counted, human_bytes, printable
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.footers import RawFinding
 
@@ -86,6 +86,7 @@ class VerifyReport:
         metadata_s: seconds for `.metadata`, footers and their comparison.
         sum_s: seconds for reading and summing the data files.
         total_s: seconds, all in all.
+        is_form_compared: whether names, shapes and dtypes were compared with what the files hold.
     """
 
     path: str
@@ -97,6 +98,7 @@ class VerifyReport:
     metadata_s: float
     sum_s: float
     total_s: float
+    is_form_compared: bool
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -114,6 +116,20 @@ class VerifyReport:
         return not self.faults
 
     @property
+    def proved(self) -> str:
+        """What was compared, and so is proved where there is no fault."""
+        parts = []
+        if self.checked_bytes:
+            parts.append("bytes against recorded checksums")
+        if self.is_form_compared:
+            parts.append("form (names, shapes, dtypes, sizes)")
+        lacking = ", no bytes" if parts and not self.checked_bytes else ""
+        lacking = ", no form" if parts and not self.is_form_compared else lacking
+        if self.checked_bytes and any(note.kind == "unchecked" for note in self.notes):
+            lacking += ", not all: see the notes"
+        return (" and ".join(parts) or "neither bytes nor form") + lacking
+
+    @property
     def gb_per_s(self) -> float:
         """Speed of the checksums, in 10^9 bytes a second."""
         return self.checked_bytes / self.sum_s / 1e9 if self.sum_s > 0 else 0.0
@@ -127,8 +143,9 @@ class VerifyReport:
         lines = [
             f"'{printable(self.path)}' {verdict}: {counted(self.items, 'item')} in "
             f"{counted(self.files, 'file')}, "
-            f"{self.checked_bytes} B compared with their checksums in {self.total_s:.2f} s "
-            f"({self.gb_per_s:.2f} GB/s)"
+            f"{human_bytes(self.checked_bytes)} compared with their checksums in "
+            f"{self.total_s:.2f} s ({self.gb_per_s:.2f} GB/s)",
+            f"  {'proved' if self.ok else 'compared'}: {self.proved}",
         ]
         shown = (*self.faults, *self.notes)[:_MAX_LINES]
         lines += [f"  {finding}" for finding in shown]

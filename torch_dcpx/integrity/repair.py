@@ -348,7 +348,7 @@ class _Repair:
         job = self._directory.verify_job(ReadOptions())
         findings: list[Finding] = []
         for file in dict.fromkeys([*files, *items]):
-            findings += look_at_named(job, checkpoint, file).findings
+            findings += look_at_named(self._directory, job, checkpoint, file).findings
         self._refuse_faults(made.name, findings)
 
     def _refuse_faults(self, name: str, findings: list[Finding]) -> None:

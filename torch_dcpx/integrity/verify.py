@@ -1,8 +1,9 @@
 """`torch_dcpx.verify`: is what lies in a directory, or a store, what was written there?
 
 1. `.metadata` is read and its parts are compared; without it each rank's own, or none at all.
-2. Every data file that it names is opened, and its footer (of stock's its zip items) compared with
-   the metadata. Without metadata: every data file there is, by its footer alone.
+2. Every data file that it names is opened, and its footer (of stock's its zip items, and the shapes
+   and dtypes in these) compared with the metadata. Without metadata: every data file there is, by
+   its footer alone.
 3. Several workers read and sum all bytes that a checksum covers.
 
 Nothing ends at the first finding, no process group is needed, and nothing of a file is trusted.
@@ -105,6 +106,7 @@ def verify(
         metadata_s=looked - began,
         sum_s=ended - looked,
         total_s=ended - began,
+        is_form_compared=run.is_form_compared,
     )
 
 
@@ -121,17 +123,19 @@ class _Run:
     commits: Sequence[str] = ()
     items: int = 0
     checked_bytes: int = 0
+    is_form_compared: bool = False
 
     def compare(self) -> None:
         """Steps 1 and 2."""
         names = self.look.names
         self.commits = commits_among(names)
         known = [found for found in map(self._read, self.commits) if found is not None]
+        self.is_form_compared = bool(known) and len(known) == len(self.commits)
         for checkpoint in known:
             self.items += len(checkpoint.metadata.storage_data)
             for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
                 if name not in self.looked:
-                    self._add(name, look_at_named(self.job, checkpoint, name))
+                    self._add(name, look_at_named(self.directory, self.job, checkpoint, name))
         data_names = list(filter(is_data_file_name, names))
         unnamed = [name for name in data_names if name not in self.looked]
         if not self.commits:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, some
 from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.checkpoint.stateful import EXTRA_STATE, LoadPart, Takes, is_extra_state
 from torch_dcpx.errors import MismatchError, OptionError, must_be
@@ -109,7 +109,7 @@ class StatePart(LoadPart):
         if self.may_miss is not None and (left := [n for n in left if not self.may_miss(n)]):
             raise MismatchError(
                 f"a module in state= has no place for {counted(len(left), 'name')} that was saved: "
-                f"{', '.join(map(repr, left[:5]))}; strict=False, or allow_missing=[globs] leaves "
+                f"{some(left)}; strict=False, or allow_missing=[globs] leaves "
                 "them out",
                 fqn=left[0],
                 left=tuple(left),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, some
 from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.stateful import LoadPart
@@ -182,7 +182,7 @@ class Wanted(LoadPart):
                 way = f"give each optimizer that was saved, under its name; {way}"
             raise MismatchError(
                 f"resume from '{self._path}': it holds {counted(len(owed), 'name')} of what was "
-                f"saved that nothing here takes: {', '.join(map(repr, owed[:5]))}; {way}"
+                f"saved that nothing here takes: {some(owed)}; {way}"
                 "allow_missing=[globs] leaves them out",
                 fqn=owed[0],
                 path=self._path,

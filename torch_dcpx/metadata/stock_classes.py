@@ -232,7 +232,7 @@ _CALLS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("builtins", "getattr"): _memory_format,
     ("torch.serialization", "_get_layout"): build_layout,
     # Text, not a path object: `checkpoint_id` is only ever shown.
-    **{(module, name): path_text for module in ("pathlib", "pathlib._local") for name in PATHS},
+    **{key: path_text(kind) for key, kind in PATHS.items()},
 }
 _STAND_INS: dict[tuple[str, str], Any] = {
     **{key: stand_in(".".join(key), build, base=StateStandIn) for key, build in _STATES.items()},

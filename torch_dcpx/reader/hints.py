@@ -55,6 +55,15 @@ def absent(path: str | os.PathLike[str]) -> str:
     return text + (f"; '{place.parent}' holds {_named(place.parent, beside)}" if beside else "")
 
 
+def linked(path: str | os.PathLike[str]) -> str:
+    """Returns why a file that is a link is not read, and what to do."""
+    folder = shlex.quote(str(Path(path).parent))
+    return (
+        f"'{path}' is a link, and no link is followed (Hugging Face's cache consists of them): "
+        f"download with local_dir=, or copy what the links mean, `cp -rL {folder} COPY`"
+    )
+
+
 def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> str:
     """Returns what a directory without the `wanted` files of metadata holds, and what to do.
 

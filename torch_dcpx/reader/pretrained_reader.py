@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,16 @@ from torch_dcpx.reader.generation import Generation, check_not_replaced
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.reader.rows import stored_dtype
-from torch_dcpx.reader.safetensors import Safetensors, find_files, names_file, read_safetensors
+from torch_dcpx.reader.safetensors import (
+    Safetensors,
+    find_files,
+    names_file,
+    read_safetensors,
+    refuse_link,
+)
+from torch_dcpx.reader.saved_parts import sizes_of_parts
 from torch_dcpx.reader.torch_file import TorchFile, read_torch_file
-from torch_dcpx.storage.names import TORCH_SUFFIXES
+from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.paths import absolute_text, checked_location
 
@@ -63,6 +70,7 @@ class PretrainedReader(DcpxReader):
         """Reads `.metadata`, or what the files say of their tensors. Raises: as they do."""
         location = location_of(self.path, self.options.endpoint)
         if self._file_name is None:
+            refuse_link(location, METADATA_NAME)
             try:
                 return super().read_metadata(*args, **kwargs)
             except NotCommittedError:
@@ -75,9 +83,10 @@ class PretrainedReader(DcpxReader):
         if self._file_name.endswith(TORCH_SUFFIXES):
             file = read_torch_file(location, self._file_name, self.options.safe_globals)
             self._held = file
-            return _metadata_of(file.places, meta, file.paths)
+            whole = ((name, *_whole(place)) for name, place in file.places.items())
+            return _metadata_of(whole, meta, file.paths)
         self._held = read_safetensors(location, self._file_name)
-        return _metadata_of(_places_of(self._held), meta, None)
+        return _metadata_of(_parts_of(self._held), meta, None)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Opens every file that the plan needs, and notes which headers were read.
@@ -103,6 +112,12 @@ class PretrainedReader(DcpxReader):
         return self._held.objects if isinstance(self._held, TorchFile) else {}
 
 
+def shown_path(reader: DcpxReader) -> str:
+    """Returns the path of what is read: the directory, or the file or index in it."""
+    name = reader._file_name if isinstance(reader, PretrainedReader) else None
+    return str(reader.path) if name is None else f"{reader.path}/{name}"
+
+
 def stored_sizes(
     path: str | os.PathLike[str], options: ReadOptions | None = None
 ) -> dict[str, tuple[int, ...] | None]:
@@ -113,29 +128,40 @@ def stored_sizes(
     return sizes_of(PretrainedReader(path, options=options).read_metadata().state_dict_metadata)
 
 
-def _places_of(held: Safetensors) -> dict[str, RawPlace]:
-    places = {}
+_Parts = tuple[str, Sequence[int], list[tuple[Sequence[int], RawPlace]]]  # name, sizes, offsets
+
+
+def _parts_of(held: Safetensors) -> Iterator[_Parts]:
+    """Yields each tensor's name, sizes, and the places of its parts."""
     forms: dict[tuple[str, tuple[int, ...]], Form] = {}
-    for name, (file, offset, row) in held.tensors.items():
-        key = row.dtype, row.sizes
-        if key not in forms:
-            forms[key] = Form("plain", row.sizes, _strides(row.sizes), row.dtype, "", "", False)
-        places[name] = RawPlace(file, offset, row.end - row.begin, forms[key])
-    return places
+    for name, parts in held.tensors.items():
+        places: list[tuple[Sequence[int], RawPlace]] = []
+        for one in parts:
+            row = one.entry
+            key = row.dtype, row.sizes
+            if key not in forms:
+                forms[key] = Form("plain", row.sizes, _strides(row.sizes), row.dtype, "", "", False)
+            place = RawPlace(one.file, one.offset, row.end - row.begin, forms[key])
+            places.append((one.begin, place))
+        yield name, sizes_of_parts(parts), places
 
 
-def _metadata_of(
-    tensors: Mapping[str, RawPlace], storage_meta: StorageMeta, paths: Any
-) -> Metadata:
+def _whole(place: RawPlace) -> tuple[Sequence[int], list[tuple[Sequence[int], RawPlace]]]:
+    """Returns sizes and parts of a tensor that lies in one piece."""
+    return place.form.sizes, [((0,) * len(place.form.sizes), place)]
+
+
+def _metadata_of(tensors: Iterable[_Parts], storage_meta: StorageMeta, paths: Any) -> Metadata:
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
-    for name, place in tensors.items():
-        properties = TensorProperties(dtype=stored_dtype(place.form, name))
-        sizes, zeros = torch.Size(place.form.sizes), torch.Size([0] * len(place.form.sizes))
-        entries[name] = TensorStorageMetadata(
-            properties, sizes, [ChunkStorageMetadata(zeros, sizes)]
-        )
-        places[MetadataIndex(name, zeros, 0)] = place
+    for name, sizes, parts in tensors:
+        properties = TensorProperties(dtype=stored_dtype(parts[0][1].form, name))
+        chunks = []
+        for number, (begin, place) in enumerate(parts):
+            offsets = torch.Size(begin)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(place.form.sizes)))
+            places[MetadataIndex(name, offsets, number)] = place
+        entries[name] = TensorStorageMetadata(properties, torch.Size(sizes), chunks)
     return Metadata(entries, paths, places, storage_meta)
 
 

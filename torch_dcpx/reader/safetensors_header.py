@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 MAX_FILE_TENSORS = 250_000
 _MAX_MARKS = 16 * MAX_FILE_TENSORS  # of JSON; each may become an object of a hundred bytes
 NOTES_NAME = "__metadata__"  # what no tensor can be called
+_SAVED_NOTE = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: JSON
 _MAX_DIMS = 64  # torch's own
 
 # Code of the format by torch's name of the dtype.
@@ -64,6 +65,7 @@ class HeaderEntry(NamedTuple):
     sizes: tuple[int, ...]
     begin: int  # byte of the data behind the header
     end: int
+    saved_at: tuple[int, ...] | None = None  # offsets in the tensor that torch saved in pieces
 
 
 def header_bytes(prefix: bytes, file_bytes: int, path: str) -> int:
@@ -118,6 +120,8 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
     if notes is not None and not is_text:
         raise fail("its `__metadata__` is no dict of texts")
     entries = [_entry(name, row, fail) for name, row in rows.items()]
+    if notes and notes.get(_SAVED_NOTE):
+        entries = _with_places(entries, notes[_SAVED_NOTE], fail)
     entries.sort(key=lambda entry: (entry.begin, entry.end))
     at = 0
     for entry in entries:
@@ -169,6 +173,36 @@ def _entry(name: str, row: Any, fail: Callable[[str], CorruptionError]) -> Heade
             f"{offsets} has {offsets[1] - offsets[0]}"
         )
     return HeaderEntry(name, _NAMES[code], tuple(shape), *offsets)
+
+
+def _with_places(
+    entries: Iterable[HeaderEntry], note: str, fail: Callable[[str], CorruptionError]
+) -> list[HeaderEntry]:
+    """Returns the entries with what the note of torch's writer says of them.
+
+    Source: torch.distributed.checkpoint.hf_storage.HuggingFaceStorageReader.read_metadata.
+    """
+    try:
+        places: Any = json.loads(note, object_pairs_hook=unique_keys, parse_constant=_refused)
+    except (ValueError, RecursionError) as error:
+        raise fail(f"its {_SAVED_NOTE} is no JSON: {str(error)[:200]}") from error
+    if not isinstance(places, dict):
+        raise fail(f"its {_SAVED_NOTE} is no dict")
+    found = []
+    for entry in entries:
+        if entry.name not in places:  # another tool has added it
+            found.append(entry)
+            continue
+        place = places[entry.name]
+        at: Any = place.get("saved_offsets") if isinstance(place, dict) else None
+        if (
+            not _are_counts(at)
+            or len(at) != len(entry.sizes)
+            or any(begin + size >= 1 << 63 for begin, size in zip(at, entry.sizes, strict=True))
+        ):
+            raise fail(f"its {_SAVED_NOTE} puts {_short(entry.name)} at {str(at)[:80]}")
+        found.append(entry._replace(saved_at=tuple(at)))
+    return found
 
 
 def _are_counts(values: Any) -> bool:

@@ -23,6 +23,7 @@ from torch_dcpx._compat import dtype_name
 from torch_dcpx.errors import CorruptionError, UnsafePickleError, UnsupportedError
 from torch_dcpx.reader.locate import Form, RawPlace
 from torch_dcpx.reader.rows import span_elems
+from torch_dcpx.reader.safetensors import refuse_link
 from torch_dcpx.reader.safetensors_header import MAX_FILE_TENSORS
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.object_url import Location
@@ -69,13 +70,14 @@ def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] =
 
     Raises:
         UnsafePickleError: its pickle asks for a global that is not allowed; TorchScript.
-        UnsupportedError: it lies in a store, is no zip, is compressed, holds no dict, or more than
-            `MAX_FILE_TENSORS` tensors.
-        CorruptionError: it is malformed; a link or a FIFO.
+        UnsupportedError: it is a link, lies in a store, is no zip, is compressed, holds no dict, or
+            more than `MAX_FILE_TENSORS` tensors.
+        CorruptionError: it is malformed; a FIFO.
         StorageError: it cannot be read.
     """
     directory_path = on_disk(location, name)
     path = str(directory_path / name)
+    refuse_link(directory_path, name)
     with PosixPlace(directory_path) as directory, directory.open_regular(name) as file:
         state = directory.state(name)
         records = _Records(file)

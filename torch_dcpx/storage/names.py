@@ -28,6 +28,8 @@ ROOT_LOCK_NAME = ".dcpx.root"  # in a manager's root: who saves there; with a nu
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")  # of files of torch.save
 ARTIFACT_SUFFIXES = (".safetensors", ".index.json", *TORCH_SUFFIXES)  # of an export
+# Of Hugging Face's libraries, with a variant: model.safetensors.index.fp16.json
+_INDEX = re.compile(r".+\.(safetensors|bin)\.index(\.[\w-]+)?\.json")
 
 _NUMBER = "(0|[1-9][0-9]{0,8})"  # as `str` writes a rank, or a file's number
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}(?:\.([0-9a-f]{{12}}))?\.distcp")
@@ -143,6 +145,19 @@ def root_lock_number(name: str) -> int | None:
     """Returns the number in the name of a root's lock; None of any other name."""
     found = _ROOT_LOCK.fullmatch(name)
     return None if found is None else int(found[1])
+
+
+def is_artifact_name(name: str) -> bool:
+    """Whether `name` is, by its suffix, a file of tensors or an index of such."""
+    return name.endswith(ARTIFACT_SUFFIXES) or _INDEX.fullmatch(name) is not None
+
+
+def index_kind(name: str) -> str | None:
+    """Returns "safetensors" or "bin" of the name that Hugging Face's libraries give an index of
+    such files; None of any other name.
+    """
+    found = _INDEX.fullmatch(name)
+    return None if found is None else found[1]
 
 
 def is_of_checkpoint(name: str) -> bool:

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from torch_dcpx._compat import CHUNK_ATTRIBUTES, stock_chunks
-from torch_dcpx._text import counted
+from torch_dcpx._text import counted, some
 from torch_dcpx.errors import PlanError, UnsupportedError
 
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)  # exact types; others may keep more than values
-_MAX_SHOWN = 5  # names in one message
 
 SHARD_SIZES = (
     "A DTensor's shards must have the sizes that torch cuts its shape into, as those of "
@@ -86,11 +85,10 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 def refuse_meta(names: Sequence[str], whose: str, way_out: str) -> None:
     """Raises UnsupportedError if there are `names`, of tensors on meta that a load would fill."""
     if names:
-        shown = ", ".join(map(repr, names[:_MAX_SHOWN])) + (", ..." if names[_MAX_SHOWN:] else "")
         are = "is" if len(names) == 1 else "are"
         raise UnsupportedError(
             f"{counted(len(names), 'tensor')} of {whose} {are} on meta, which has no memory to "
-            f"fill: {shown}; {way_out}"
+            f"fill: {some(names)}; {way_out}"
         )
 
 

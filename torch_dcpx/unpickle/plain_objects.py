@@ -3,7 +3,8 @@
     builtins        None bool int float complex str bytes bytearray list tuple dict set frozenset
                     slice range Ellipsis; the bare types themselves
     collections     OrderedDict defaultdict (no factory, or a builtin type) deque Counter
-    pathlib         PurePath PurePosixPath PureWindowsPath Path PosixPath
+    pathlib         PurePath PurePosixPath PureWindowsPath Path PosixPath; a
+                    WindowsPath as PureWindowsPath
     datetime        datetime date time timedelta timezone
     numbers         decimal.Decimal fractions.Fraction uuid.UUID
     attributes      argparse.Namespace types.SimpleNamespace
@@ -47,7 +48,17 @@ from torch_dcpx.unpickle.stand_ins import (
 )
 
 _FACTORIES = (bool, bytes, dict, float, int, list, set, str, tuple)
-PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+# What a path is built as: no system but Windows makes a WindowsPath.
+_PATH_KINDS = {
+    "Path": pathlib.Path,
+    "PosixPath": pathlib.PosixPath,
+    "PurePath": pathlib.PurePath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+}
+# CPython 3.13 pickles paths under the private name.
+PATHS = {(m, n): kind for m in ("pathlib", "pathlib._local") for n, kind in _PATH_KINDS.items()}
 _SCALARS = (type(None), bool, int, float, str)
 _FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?\Z")  # no exponent: "1e999999999" would be computed
 
@@ -237,9 +248,14 @@ def _bytes_io(raw: StandIn, settle: Settler) -> io.BytesIO:
     return made
 
 
-def path_text(raw: StandIn, settle: Settler) -> str:
-    """Builds the text of a path, without a path object."""
-    return str(pathlib.PurePosixPath(*_path_parts(raw, settle)))
+def path_text(kind: type[pathlib.PurePath]) -> Callable[[StandIn, Settler], str]:
+    """Builds the text of a path of this kind."""
+    pure = pathlib.PureWindowsPath if kind is pathlib.PureWindowsPath else pathlib.PurePosixPath
+
+    def build(raw: StandIn, settle: Settler) -> str:
+        return str(pure(*_path_parts(raw, settle)))
+
+    return build
 
 
 def _path_parts(raw: StandIn, settle: Settler) -> Sequence[str]:
@@ -285,8 +301,7 @@ _BUILDS: dict[tuple[str, str], Callable[[StandIn, Settler], Any]] = {
     ("fractions", "Fraction"): _calls(_fraction, (int, str), int, least=1),
     ("types", "SimpleNamespace"): _attributes_of(types.SimpleNamespace),
     ("uuid", "UUID"): _uuid,
-    # CPython 3.13 pickles paths under the private name.
-    **{(m, n): _path(getattr(pathlib, n)) for m in ("pathlib", "pathlib._local") for n in PATHS},
+    **{key: _path(kind) for key, kind in PATHS.items()},
 }
 
 _VALUES = {("builtins", t.__name__): t for t in (*_FACTORIES, bytearray, complex, frozenset)}

@@ -1,0 +1,105 @@
+"""`load_pretrained` that loads nothing is an error; one that loads a part says how much, and what
+is missing in the model's names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch as st
+import torch
+from torch import nn
+
+import torch_dcpx as dcpx
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(2, 2, bias=False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 28) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+
+def save_base(path: Path) -> None:
+    st.save_file({n: t for n, t in Net().state_dict().items() if "lora" not in n}, path)
+
+
+def wrapped() -> nn.Module:
+    return nn.ModuleDict({"base": Net()})
+
+
+@pytest.mark.parametrize("rules", [{}, {"strict": False}, {"allow_missing": ["*"]}])
+@pytest.mark.parametrize("kind", ["file", "folder", "checkpoint"])
+def test_nothing_of_a_model_is_a_mismatch_and_changes_nothing(
+    tmp_path: Path, rules: dict[str, Any], kind: str
+) -> None:
+    path = tmp_path / "model.safetensors" if kind == "file" else tmp_path
+    if kind == "checkpoint":
+        dcpx.save(Net().state_dict(), tmp_path, no_dist=True)
+    else:
+        save_base(tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = wrapped()
+    with pytest.raises(dcpx.MismatchError) as raised:
+        dcpx.load_pretrained(model, path, no_dist=True, **rules)
+    text, error = str(raised.value), raised.value
+    assert "holds nothing of what is asked for" in text and "strict=False" not in text
+    assert "28 of `base.layers.*.q.weight`" in text
+    assert "did you mean 'layers.0.q.weight'?" in text
+    assert error.missing is not None and len(error.missing) == 56
+    assert all(one.is_meta for one in model.parameters())
+
+
+def test_part_of_a_model_is_counted_first_and_the_rest_grouped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_base(tmp_path / "model.safetensors")
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        report = dcpx.load_pretrained(Net(), tmp_path, strict=False, no_dist=True)
+    assert len(report.missing) == 28
+    assert caplog.messages == [
+        f"loaded 28 names, 448 B, from '{tmp_path}/model.safetensors'; it does not hold 28 names, "
+        "which stay as they were: 28 of `layers.*.lora_A.default.weight`"
+    ]
+
+
+def test_strict_error_of_many_names_groups_them_and_shows_few(tmp_path: Path) -> None:
+    save_base(tmp_path / "model.safetensors")
+    with pytest.raises(dcpx.MismatchError) as raised:
+        dcpx.load_pretrained(Net(), tmp_path, no_dist=True)
+    text = str(raised.value)
+    assert "missing: 28 of `layers.*.lora_A.default.weight`\n" in text
+    assert text.count("lora_A") == 4
+
+
+def test_model_without_names_loads_nothing_in_peace(tmp_path: Path) -> None:
+    save_base(tmp_path / "model.safetensors")
+    assert dcpx.load_pretrained(nn.ReLU(), tmp_path, strict=False, no_dist=True).items == 0
+
+
+def test_index_decides_which_of_two_tensors_is_loaded(tmp_path: Path) -> None:
+    new, old = torch.full((2, 2), 7.0), torch.full((2, 2), -1.0)
+    st.save_file({"0.weight": new}, tmp_path / "model-00001-of-00002.safetensors")
+    second = {"0.weight": old, "1.weight": new, "gone.weight": old.clone()}
+    st.save_file(second, tmp_path / "model-00002-of-00002.safetensors")
+    weight_map = {f"{i}.weight": f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for path in (tmp_path, index):
+        dcpx.load_pretrained(model, path, no_dist=True)
+        assert all(torch.equal(one, new) for one in model.parameters())
+        assert set(dcpx.load_tensors(path)) == set(weight_map)
+    report = dcpx.verify(tmp_path)
+    assert report.ok
+    assert [n.fqns for n in report.notes if n.kind == "leftover"] == [("0.weight", "gone.weight")]

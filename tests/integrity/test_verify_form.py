@@ -1,0 +1,77 @@
+"""`verify` compares the form of stock's data files with the metadata, and says what it proved."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torch_dcpx as dcpx
+
+BOTH = "bytes against recorded checksums and form (names, shapes, dtypes, sizes)"
+
+
+def stock(state: dict[str, Any], path: Path) -> Path:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "said"),
+    [
+        (torch.ones(4, 6), torch.ones(6, 4), "[6, 4], the metadata [4, 6]"),
+        (torch.ones(4, 6), torch.ones(24), "[24], the metadata [4, 6]"),
+        (torch.ones(4), torch.ones(4, dtype=torch.int32), "int32, the metadata torch.float32"),
+        (torch.ones(4, 2), torch.ones(2, 2).double(), "[2, 2], the metadata [4, 2]"),
+    ],
+)
+def test_data_file_of_another_save_of_other_form_is_a_fault_by_name(
+    tmp_path: Path, mine: torch.Tensor, other: torch.Tensor, said: str
+) -> None:
+    state = {"a": torch.ones(3), "w": mine}
+    path = stock(state, tmp_path / "mine")
+    from_other = stock({**state, "w": other}, tmp_path / "other")
+    assert dcpx.verify(path).ok
+    shutil.copy(from_other / "__0_0.distcp", path / "__0_0.distcp")
+    report = dcpx.verify(path)
+    if (path / "__0_0.distcp").stat().st_size == (from_other / "__0_0.distcp").stat().st_size:
+        assert [(fault.kind, fault.fqns) for fault in report.faults] == [("item", ("w",))]
+        assert said in str(report)
+    assert not report.ok
+
+
+def test_stock_checkpoints_of_all_kinds_of_items_are_whole(tmp_path: Path) -> None:
+    state = {
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.ones(0, 4),
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "complex": torch.ones(3, dtype=torch.complex64),
+        "bool": torch.ones(3, dtype=torch.bool),
+        "step": 7,
+        "nested": {"list": [torch.ones(2), "text"]},
+    }
+    report = dcpx.verify(stock(state, tmp_path / "c"))
+    assert report.ok and not report.findings
+    assert f"proved: {BOTH}" in str(report)
+
+
+def test_report_says_what_it_proved(tmp_path: Path) -> None:
+    dcpx.save({"w": torch.ones(3)}, tmp_path / "ours", no_dist=True)
+    assert dcpx.verify(tmp_path / "ours").proved == BOTH
+    dcpx.export({"w": torch.ones(3)}, tmp_path / "out", no_dist=True)
+    form = dcpx.verify(tmp_path / "out")
+    assert form.proved == "form (names, shapes, dtypes, sizes), no bytes"
+    assert "  proved: form" in str(form)
+    torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
+    assert dcpx.verify(tmp_path / "y.pt").proved == BOTH
+    (tmp_path / "ours/.metadata").unlink()
+    lost = dcpx.verify(tmp_path / "ours")
+    assert lost.proved == "bytes against recorded checksums, no form"
+    assert "  compared: bytes" in str(lost)
+    (tmp_path / "empty").mkdir()
+    assert dcpx.verify(tmp_path / "empty").proved == "neither bytes nor form"
