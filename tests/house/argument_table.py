@@ -305,6 +305,7 @@ TABLE: Table = {
             "read_options": NOT_READ,
             "allow_fresh": NOT_SWITCHES,
             "grace_s": (60.0, *NOT_SECONDS),  # of a directory
+            "trainable_only": NOT_SWITCHES,
             **GROUP,
         },
     ),
