@@ -174,6 +174,11 @@ class ArtifactFiles:
         self._replaced = self._old_shards()
         self._names: tuple[str, ...] = ()
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether an artifact of that name is there."""
+        return any(map(self.directory.is_regular, (self._single_name, self._index_name)))
+
     def shard_stem(self, stem: str) -> str:
         """Returns the beginning of shards' names: with an id, if some of such names exist."""
         taken = [name for name in self.directory.names() if self._shard.fullmatch(name)]

@@ -10,7 +10,7 @@ import logging
 import os
 import uuid
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -239,21 +239,14 @@ class CheckpointCatalog:
     def export(
         self,
         tag_or_model: Tag | nn.Module,
-        path: str | os.PathLike[str],
-        file_format: Any,
-        keys: Iterable[str] | None,
-        key_map: KeyMap | None,
-        max_shard_bytes: int | str,
-        dtype: Any,
-        metadata: Any,
+        given: tuple[Any, ...],
         options: WriteOptions | None,
     ) -> ExportReport:
+        """As `CheckpointManager.export`; `given` are the arguments of `checked_arguments`."""
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
-                own = checked_arguments(
-                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata
-                )
+                own = checked_arguments(*given)
                 tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
@@ -274,6 +267,7 @@ class CheckpointCatalog:
 
             with self.exchange("export") as exchange:
                 checked, stored = self.agree(exchange, "export", local, reduce)
+            path, file_format, _, _, _, dtype, metadata, config, merge_lora = given
             return export(
                 _Live(tag_or_model) if stored is None else stored,
                 path,
@@ -283,6 +277,8 @@ class CheckpointCatalog:
                 max_shard_bytes=checked.max_shard_bytes,
                 dtype=dtype,
                 metadata=metadata,
+                config=config,
+                merge_lora=merge_lora,
                 options=options or self.options,
                 **self.ranks,
             )

@@ -280,6 +280,8 @@ class CheckpointManager:
         max_shard_bytes: int | str = "5GB",
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
+        config: str | os.PathLike[str] | None = None,
+        merge_lora: str | os.PathLike[str] | None = None,
         options: WriteOptions | None = None,
     ) -> ExportReport:
         """Writes one artifact for inference, by all ranks at once, and returns its report.
@@ -288,9 +290,9 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes, dtype, metadata: as `torch_dcpx.export`.
-                Default: the model only, as safetensors. Of a tag, `keys` are names with "model.",
-                "optimizer." and so on.
+            format, keys, key_map, max_shard_bytes, dtype, metadata, config, merge_lora: as
+                `torch_dcpx.export`. Default: the model only, as safetensors. Of a tag, `keys` are
+                names with "model.", "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
         Raises:
@@ -298,9 +300,8 @@ class CheckpointManager:
             MismatchError: the checkpoint holds no model, and `keys` is None.
             DcpxError: as `torch_dcpx.export`.
         """
-        return self._catalog.export(
-            tag_or_model, path, format, keys, key_map, max_shard_bytes, dtype, metadata, options
-        )
+        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata, config, merge_lora
+        return self._catalog.export(tag_or_model, given, options)
 
     def dry_run(
         self, translate: KeyMap | Callable[[str], str | None], tag: Tag | None = None
