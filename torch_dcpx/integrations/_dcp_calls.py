@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from torch_dcpx.checkpoint.load import load
+from torch_dcpx.keys.wrappers import inside
+from torch_dcpx.manager.state import base_of, names_of_base
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.reader.reader import DcpxReader
@@ -26,6 +30,25 @@ class Part(NamedTuple):
 
     state_dict: dict[str, Any]
     path: Path
+
+    def without(self, names: Collection[str]) -> Part:
+        """Returns it without these names of its model's state, which begin with "model."."""
+        model = self.state_dict.get("model")
+        if not names or not isinstance(model, dict):
+            return self
+        kept = {name: value for name, value in model.items() if f"model.{name}" not in names}
+        return self._replace(state_dict={**self.state_dict, "model": kept})
+
+
+def base_names(
+    state: dict[str, Any], model: nn.Module, optimizers: Iterable[Any]
+) -> frozenset[str]:
+    """Returns names, of a part's state, of what nothing has trained in its model."""
+    plain, own = inside(model), state.get("model")
+    if not isinstance(own, dict):
+        return frozenset()
+    names = names_of_base(plain, base_of(plain, optimizers), own)
+    return frozenset(f"model.{name}" for name in names)
 
 
 @contextmanager
@@ -54,9 +77,14 @@ def noted(target: Path) -> Iterator[list[Part]]:
 
 
 @contextmanager
-def loads_by_us(folder: Path) -> Iterator[None]:
+def loads_by_us(
+    folder: Path, may_miss: Callable[[Part], Collection[str]] = lambda _: ()
+) -> Iterator[None]:
     """Within the block plain calls of `dcp.load` in this thread load from a folder by us, and
     nobody removes it.
+
+    Args:
+        may_miss: returns the names that a part need not hold. Default: none.
     """
 
     def load_ours(
@@ -69,7 +97,8 @@ def loads_by_us(folder: Path) -> Iterator[None]:
         path = checkpoint_id or getattr(storage_reader, "path", "")
         is_plain = _is_plain(storage_reader, _READERS, more)
         if is_plain and Path(path).absolute().is_relative_to(folder.absolute()):
-            return load(state_dict, path, cast="allow")
+            globs = [glob.escape(name) for name in may_miss(Part(state_dict, Path(path)))]
+            return load(state_dict, path, cast="allow", allow_missing=globs)
         named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
         return stock(state_dict, **named, **more)
 

@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -74,32 +74,19 @@ class ModelPart(LoadPart):
             state = get_model_state_dict(self._inside)
         if self.rules is not None:
             self.rules.own = state.keys()
-        return state if self.is_target else self._without_base(state, ())
-
-    def _without_base(self, state: dict[str, Any], kept: Collection[str]) -> dict[str, Any]:
-        """Returns a state without the base's parameters and what is named beneath one, as the
-        scales of a quantized weight are; but for names to keep.
-        """
-        if not self.base:
+        if self.is_target or not self.base:
             return state
-        all_of_them = self._inside.named_parameters(remove_duplicate=False)
-        names = [name for name, parameter in all_of_them if id(parameter) in self.base]
-        plain = plain_names({"": self._inside}, names)
-        base = {plain.get(name, name) for name in names}
-        return {
-            name: value
-            for name, value in state.items()
-            if name in kept or (name not in base and owner_of(name, base) is None)
-        }
+        base = names_of_base(self._inside, self.base, state)
+        return {name: value for name, value in state.items() if name not in base}
 
     def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
         """Leaves the base's parameters as they are, but for those that were saved all the same."""
         if not self.base:
             return state
         self.strict = False  # of torch's own load: `load` has compared the names
-        kept = self._without_base(state, stored_names(metadata, f"{key}.", self.rules))
-        self.left = [name for name in state if name not in kept]
-        return kept
+        stored = stored_names(metadata, f"{key}.", self.rules)
+        self.left = list(names_of_base(self._inside, self.base, state).difference(stored))
+        return {name: value for name, value in state.items() if name not in self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._is_crossed:
@@ -109,6 +96,25 @@ class ModelPart(LoadPart):
             self._inside.load_state_dict(state, strict=self.strict)
             return
         set_model_state_dict(self._inside, state, options=StateDictOptions(strict=self.strict))
+
+
+def base_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> set[int]:
+    """Returns ids of the parameters that nothing has trained: frozen, without optimizer state."""
+    states = (getattr(one, "state", None) for one in optimizers)
+    maps = [own for own in states if isinstance(own, Mapping)]
+    stepped = {id(parameter) for own in maps for parameter, its in own.items() if its}
+    return {id(one) for one in model.parameters() if not one.requires_grad} - stepped
+
+
+def names_of_base(model: torch.nn.Module, base: Collection[int], names: Iterable[str]) -> set[str]:
+    """Returns those of a state's plain names that are of these parameters, or lie beneath one, as
+    the scales of a quantized weight do.
+    """
+    every = model.named_parameters(remove_duplicate=False)
+    own = [name for name, parameter in every if id(parameter) in base]
+    plain = plain_names({"": model}, own)
+    roots = {plain.get(name, name) for name in own}
+    return {name for name in names if name in roots or owner_of(name, roots)}
 
 
 @dataclass(eq=False)
@@ -253,17 +259,6 @@ class Parts(NamedTuple):
             if part is not None and name != "trainable_only"
         }
 
-    @property
-    def _base(self) -> set[int]:
-        """Ids of the parameters that nothing has trained: frozen ones without optimizer state."""
-        if not self.trainable_only:
-            return set()
-        states = (getattr(one, "state", None) for one in flat(self.optimizer))
-        maps = [own for own in states if isinstance(own, Mapping)]
-        stepped = {id(parameter) for own in maps for parameter, its in own.items() if its}
-        frozen = {id(one) for one in self.model.parameters() if not one.requires_grad}
-        return frozen - stepped
-
     def stateful(
         self,
         *,
@@ -276,7 +271,8 @@ class Parts(NamedTuple):
         found: dict[str, Any] = {}
         if self.model is not None:
             is_target = of_optimizer.get("is_target", False)
-            found["model"] = ModelPart(self.model, strict, rules, self._base, is_target)
+            base = base_of(self.model, flat(self.optimizer)) if self.trainable_only else ()
+            found["model"] = ModelPart(self.model, strict, rules, base, is_target)
         if self.optimizer is not None:
             found["optimizer"] = OptimizerPart(
                 self.model, self.optimizer, strict, has_named_groups, rules, **of_optimizer
