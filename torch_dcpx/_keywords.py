@@ -98,7 +98,7 @@ def telling(value: _T, name: str = "") -> _T:
         own = all(base.__module__.startswith(("torch_dcpx", *_PLAIN)) for base in value.__mro__)
         new = vars(value).get("__new__")
         if isinstance(new, staticmethod):  # of a named tuple
-            value.__new__ = staticmethod(_wrapped(new.__func__, name))
+            value.__new__ = staticmethod(_wrapped(new.__func__, name))  # type: ignore[method-assign]
         for method, function in list(vars(value).items()):
             # Those of a class of DCP are compared with DCP's.
             is_public = method == "__init__" or (own and not method.startswith("_"))

@@ -215,7 +215,8 @@ def test_failed_first_export_leaves_nothing(tmp_path: Path, no_leaks: object) ->
 
 def test_hole_in_a_checkpoint_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
     dcpx.save({"w": torch.ones(8, 2)}, tmp_path / "ckpt")
-    from torch_dcpx.artifacts.sources import Offer, StoredSource
+    from torch_dcpx.artifacts.sources import Offer
+    from torch_dcpx.artifacts.stored_source import StoredSource
 
     offers = StoredSource.offers
     try:

@@ -19,9 +19,10 @@ from torch.distributed import HashStore
 import torch_dcpx as dcpx
 from torch_dcpx import KeyMap, Merge, Split, WriteOptions
 from torch_dcpx.artifacts import export as export_artifact
-from torch_dcpx.artifacts.arguments import RankPart, check_same_tensors
+from torch_dcpx.artifacts.agreement import RankPart, check_same_tensors
 from torch_dcpx.artifacts.layout import ExportTensor
-from torch_dcpx.artifacts.sources import Offer, StoredSource
+from torch_dcpx.artifacts.sources import Offer
+from torch_dcpx.artifacts.stored_source import StoredSource
 
 WHOLE = {name: torch.full((6, 5), float(n)) for n, name in enumerate("abcd")}
 

@@ -261,8 +261,8 @@ def test_checkpoint_that_is_exported_or_loaded_is_locked_against_deletion(
 
 
 def test_checkpoint_that_is_replaced_while_ranks_plan_is_refused(tmp_path: Path) -> None:
-    from torch_dcpx.artifacts.export import Names, agreed_names
-    from torch_dcpx.artifacts.sources import StoredSource
+    from torch_dcpx.artifacts.agreement import Names, agreed_names
+    from torch_dcpx.artifacts.stored_source import StoredSource
     from torch_dcpx.checkpoint.same_call import Call
     from torch_dcpx.options import WriteOptions
 

@@ -119,6 +119,8 @@ TABLE: Table = {
             "max_shard_bytes": (None, 0, -1, "5XB", 1.5, True),
             "dtype": ("bfloat16", torch.int32, 3, float),
             "metadata": ([("a", "b")], {"a": 1}, {1: "a"}, "a", {"format": "tf"}),
+            "config": (3, [1], "no/such/directory"),
+            "merge_lora": (3, [1], "no/such/directory"),
             "options": NOT_WRITE,
             **GROUP,
         },
@@ -306,6 +308,7 @@ TABLE: Table = {
             "read_options": NOT_READ,
             "allow_fresh": NOT_SWITCHES,
             "grace_s": (60.0, *NOT_SECONDS),  # of a directory
+            "trainable_only": NOT_SWITCHES,
             **GROUP,
         },
     ),

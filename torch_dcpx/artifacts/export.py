@@ -15,43 +15,39 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_dcpx._arguments import check_options
-from torch_dcpx.artifacts.arguments import (
-    ExportArguments,
+from torch_dcpx.artifacts.agreement import (
+    Names,
     RankPart,
+    agreed_names,
     assigned,
-    check_same_export,
     check_same_tensors,
-    checked_arguments,
     renamed_digest,
-    source_of,
+    tell_kept,
     tensors_of,
     tied,
-    united,
 )
+from torch_dcpx.artifacts.arguments import ExportArguments, checked_arguments, source_of
+from torch_dcpx.artifacts.companions import put_beside, refuse_others
 from torch_dcpx.artifacts.files import ArtifactFiles
 from torch_dcpx.artifacts.layout import ExportTensor, index_of, safetensors_layout
 from torch_dcpx.artifacts.object_files import ObjectFiles, files_of
-from torch_dcpx.artifacts.sources import Entry, LiveSource, StoredSource, selected
+from torch_dcpx.artifacts.sources import LiveSource, selected
+from torch_dcpx.artifacts.stored_source import StoredSource
 from torch_dcpx.artifacts.torch_archive import check_objects, torch_layout, torch_patches
 from torch_dcpx.artifacts.writing import Done, Order, remove_own, write_own
 from torch_dcpx.checkpoint.same_call import Call, has_functions
-from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.key_map import KeyMap
 from torch_dcpx.keys.mapped_tensor import MappedTensor
-from torch_dcpx.keys.wrappers import MODULE
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId, last_component
 from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.ranks.members import exchange_for
-from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.storage.reader_lock import being_read
 
 logger = logging.getLogger("torch_dcpx")
@@ -100,6 +96,8 @@ def export(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
+    config: str | os.PathLike[str] | None = None,
+    merge_lora: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     no_dist: bool = False,
     options: WriteOptions | None = None,
@@ -136,6 +134,11 @@ def export(
             "format": "pt", which is always there.
         overwrite: True replaces another export of this name and format, and nothing else.
             Default False: none is there.
+        config: a directory whose `*config.json`, tokenizer files and chat templates come to lie
+            beside the weights. Default None: none.
+        merge_lora: an adapter's directory as peft writes it: of a stored source each weight W
+            becomes W + scaling * (B A) as by peft's `merge_and_unload`, names are those of the
+            plain model, and `key_map` sees these. Default None: nothing is merged.
         process_group: ranks that export together. Default None: all of them.
         no_dist: exports in this process alone. Default False.
         options: durability, host_memory_bytes, workers, slot_bytes, direct_io, save_timeout_s and
@@ -146,9 +149,11 @@ def export(
 
     Raises:
         UnsupportedError: all names that the format cannot hold; to a store, a torch archive, or a
-            tensor of a live source that no rank holds whole; nothing was written.
+            tensor of a live source that no rank holds whole; another adapter than plain LoRA;
+            nothing was written.
         PlanError: ranks make different calls, or contradict each other; a glob or a rule matches
-            nothing; two tensors get one name; there is nothing to export.
+            nothing; two tensors get one name; there is nothing to export; the adapter is of another
+            model.
         OptionError: an argument that cannot work, such as a path that is taken.
         ConcurrentSaveError: another export writes to the directory.
         CorruptionError, StorageError, RankError, RankLostError, StoreLostError: of any rank, on
@@ -166,8 +171,8 @@ def export(
         own_options = options if options is not None else WriteOptions()
         exchange.restart(own_options.save_timeout_s)
         run = _Export(exchange, own_options)
-        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite
-        checked = partial(checked_arguments, *given)
+        given = path, format, keys, key_map, max_shard_bytes, dtype, metadata
+        checked = partial(checked_arguments, *given, overwrite, config, merge_lora)
         stored = source if isinstance(source, (str, os.PathLike)) else None
         try:
             with being_read(stored):
@@ -177,46 +182,6 @@ def export(
         finally:
             run.close()
     return run.report(time.perf_counter() - began)
-
-
-class Names(NamedTuple):
-    """A rank's call, and its names of the source."""
-
-    entries: dict[str, Entry]
-    part: str
-    generation: Generation | None
-    call: Call
-    plain: Mapping[str, str] = MappingProxyType({})  # without wrappers, as the source's modules say
-
-
-def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str, dict[str, str]]:
-    """Returns the names of all ranks, the prefix of the model's, and `Names.plain` of all.
-
-    Raises:
-        PlanError: ranks make different calls, or contradict each other.
-        StorageError: they see different saves of one checkpoint.
-    """
-    check_same_export([own.call for own in of_ranks])
-    check_same_generation([LoadPlan([], storage_data=own.generation) for own in of_ranks])
-    parts = {own.part: rank for rank, own in enumerate(of_ranks) if own.entries}
-    if len(parts) > 1:
-        (first, rank), (other, another) = sorted(parts.items())[:2]
-        raise PlanError(
-            f"export: tensors of rank {another} lie under {other!r}, those of rank {rank} under "
-            f"{first or 'no part'!r}: give states of one form on all ranks; nothing was written"
-        )
-    plain = dict(pair for own in reversed(of_ranks) for pair in own.plain.items())
-    return united(own.entries for own in of_ranks), max(parts, default=""), plain
-
-
-def _tell_kept(names: Iterable[str]) -> None:
-    """Logs that names keep the component of a wrapper, or of a submodule: no module is at hand."""
-    if all(name.startswith(f"{MODULE}.") for name in names):
-        logger.warning(
-            "export: every name begins with '%s.', as those of DDP do, and keeps it: "
-            "key_map=KeyMap(wrappers=True) leaves it out, for the command --unwrap",
-            MODULE,
-        )
 
 
 class _Export:
@@ -245,7 +210,8 @@ class _Export:
 
         def own() -> Names:
             self._arguments = checked()
-            self._source = source_of(source, self._options)
+            has_adapter = self._arguments.adapter is not None
+            self._source = source_of(source, self._options, is_changed=has_adapter)
             arguments = {
                 "source": self._source.name,
                 **self._arguments.told(),
@@ -255,14 +221,16 @@ class _Export:
             names, part = self._source.entries()
             return Names(names, part, self._source.generation, call, dict(self._source.plain))
 
-        entries, part, plain = self._exchange.all_reduce("names", own, agreed_names)
-        chosen, part = selected(entries, part, self._arguments.keys)
+        entries, own_part, plain = self._exchange.all_reduce("names", own, agreed_names)
+        chosen, part = selected(entries, own_part, self._arguments.keys)
         if self._arguments.keys is None:
             self._left_out = tuple(name for name in entries if name not in chosen)
+        if self._arguments.adapter is not None and isinstance(self._source, StoredSource):
+            self._source.changes = self._arguments.adapter.changes(entries, own_part)
         found = tensors_of(chosen, part, plain, self._arguments)
         self._tensors, self._mapped, self._objects = found
         if self._exchange.is_coordinator and not plain and self._arguments.key_map.wrappers is None:
-            _tell_kept(self._mapped)
+            tell_kept(self._mapped)
         self._plan_s = time.perf_counter() - began
 
     def plan(self) -> None:
@@ -340,6 +308,8 @@ class _Export:
         files = files_of(place, file_name, arguments.stem, suffix, self._options, may_replace)
         self._files = files
         self._stack.callback(files.close)
+        if not files.is_replacing:
+            refuse_others(arguments.companions, arguments.directory)
         if arguments.is_torch:
             objects = {name: one for part in reversed(parts) for name, one in part.objects.items()}
             layout, self._records = torch_layout(kept, objects, arguments.stem)
@@ -395,4 +365,8 @@ class _Export:
                 for number, share in enumerate(shares):
                     crcs[number] ^= share
             heads = torch_patches(self._records, crcs)
+        if beside := self._arguments.companions:
+            options, directory = self._options, self._arguments.directory
+            is_durable = options.durability == "full"
+            put_beside(beside, directory, options.endpoint, is_durable=is_durable)
         self._files.publish(heads, index)

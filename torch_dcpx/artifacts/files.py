@@ -225,6 +225,11 @@ class ArtifactFiles:
         self._replaced = self._old_shards()
         self._names: tuple[str, ...] = ()
 
+    @property
+    def is_replacing(self) -> bool:
+        """Whether an artifact of that name is there."""
+        return any(map(self.directory.is_regular, (self._single_name, self._index_name)))
+
     def _refuse_taken(self) -> None:
         """Raises OptionError where the export would replace what it may not."""
         for name in (self._single_name, *([self._index_name] if self._has_shards else [])):

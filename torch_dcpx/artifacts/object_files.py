@@ -99,6 +99,7 @@ class ObjectFiles:
             found = old_shards(place, self._index_name, re.compile(shard), CorruptionError)
             self._replaced = found
         self._has_single = self._single_name in there
+        self.is_replacing = self._has_index or self._has_single
         self._names: tuple[str, ...] = ()
         self._is_published = False
 

@@ -14,7 +14,8 @@ from torch_dcpx._native import _C
 from torch_dcpx.artifacts.files import open_job, temporary_name
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.artifacts.rows import ExportRows, Target, slabs
-from torch_dcpx.artifacts.sources import Box, LiveSource, Piece, StoredSource
+from torch_dcpx.artifacts.sources import Box, LiveSource, Piece
+from torch_dcpx.artifacts.stored_source import StoredSource
 from torch_dcpx.errors import must_be
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.storage.directory import Directory

@@ -242,6 +242,8 @@ def _ways_out(
         yield f"they are stored without {less + '.'!r}: load(state_dict[{less!r}], ...)"
     if rules.call == "resume" and any(name.startswith("optimizer.") for name in missing):
         yield "load_optimizer=False leaves optimizer and scheduler as they are"
+    if rules.call == "resume" and any(name.startswith("model.") for name in missing):
+        yield "CheckpointManager(trainable_only=True) leaves frozen parameters as they are"
     yield "strict=False, or allow_missing=[globs], leaves them as they are"
 
 

@@ -255,6 +255,8 @@ def diff(
 @click.option("--dtype", help="of floating tensors: bf16, fp16, fp32, ...")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")
+@click.option("--config", metavar="DIR", help="copy configs and tokenizer files of DIR beside it")
+@click.option("--merge-lora", metavar="DIR", help="add an adapter of peft to its base's weights")
 @click.option("--overwrite", is_flag=True, help="replace a DEST of the same kind")
 @command
 def export(source: Location, dest: Location, as_json: bool, **choices: Any) -> int:

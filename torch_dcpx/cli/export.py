@@ -39,18 +39,23 @@ def run_export(
     dtype: str | None,
     max_shard_bytes: str,
     unwrap: bool,
+    config: str | None,
+    merge_lora: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
     """Converts, and prints what was written. Returns the exit code."""
     converted = _dtype(dtype)
     is_named = dest.suffix[1:].isalpha()  # a file; "run-1.5" is a directory
-    if kind is None and not is_named and find_artifact(source) is not None:
+    of_exports = {"unwrap": unwrap, "config": config, "merge_lora": merge_lora}
+    is_export = any(value for value in of_exports.values())
+    if kind is None and not is_named and not is_export and find_artifact(source) is not None:
         kind = "dcp"
     _check_dest(source, dest, kind, overwrite)
-    if unwrap and kind == "dcp":
-        problem = "--unwrap is for exports; a checkpoint keeps the names of its source"
-        raise OptionError(problem, option="unwrap", value=unwrap)
+    if is_export and kind == "dcp":
+        option = next(name for name, value in of_exports.items() if value)
+        problem = f"--{option.replace('_', '-')} is for exports; a checkpoint is as its source"
+        raise OptionError(problem, option=option, value=of_exports[option])
     if kind == "dcp":
         found = _to_checkpoint(source, dest, keys, converted, overwrite)
     else:
@@ -63,6 +68,8 @@ def run_export(
             max_shard_bytes=max_shard_bytes,
             dtype=converted,
             overwrite=overwrite,
+            config=config,
+            merge_lora=merge_lora,
             no_dist=True,
         )
         counts = {"tensors": report.tensors, "objects": report.objects}

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.checkpoint.load import load
+from torch_dcpx.checkpoint.stateful import LoadPart
+from torch_dcpx.keys.wrappers import inside
+from torch_dcpx.manager.state import base_of, names_of_base
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.reader.reader import DcpxReader
@@ -26,6 +32,42 @@ class Part(NamedTuple):
 
     state_dict: dict[str, Any]
     path: Path
+
+    def without(self, names: Collection[str]) -> Part:
+        """Returns it without these names of its model's state."""
+        if not names:
+            return self
+        model = self.state_dict["model"].items()
+        kept = {name: value for name, value in model if name not in names}
+        return self._replace(state_dict={**self.state_dict, "model": kept})
+
+
+def base_names(
+    state: dict[str, Any], model: nn.Module, optimizers: Iterable[Any]
+) -> frozenset[str]:
+    """Returns names, in a part's state of its model, of what nothing has trained."""
+    plain, own = inside(model), state.get("model")
+    if not isinstance(own, dict):
+        return frozenset()
+    return frozenset(names_of_base(plain, base_of(plain, optimizers), own))
+
+
+@dataclass
+class _Model(LoadPart):
+    """A model's state, whose base is left as it is where a checkpoint does not hold it."""
+
+    state: dict[str, Any]
+    base: Collection[str]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
+        stored = metadata.state_dict_metadata
+        return {n: v for n, v in state.items() if n not in self.base or f"{key}.{n}" in stored}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state.update(state)
 
 
 @contextmanager
@@ -54,9 +96,14 @@ def noted(target: Path) -> Iterator[list[Part]]:
 
 
 @contextmanager
-def loads_by_us(folder: Path) -> Iterator[None]:
+def loads_by_us(
+    folder: Path, may_miss: Callable[[Part], Collection[str]] = lambda _: ()
+) -> Iterator[None]:
     """Within the block plain calls of `dcp.load` in this thread load from a folder by us, and
     nobody removes it.
+
+    Args:
+        may_miss: returns names of its model that a part need not hold. Default: none.
     """
 
     def load_ours(
@@ -69,6 +116,8 @@ def loads_by_us(folder: Path) -> Iterator[None]:
         path = checkpoint_id or getattr(storage_reader, "path", "")
         is_plain = _is_plain(storage_reader, _READERS, more)
         if is_plain and Path(path).absolute().is_relative_to(folder.absolute()):
+            if base := may_miss(Part(state_dict, Path(path))):
+                state_dict = {**state_dict, "model": _Model(state_dict["model"], base)}
             return load(state_dict, path, cast="allow")
         named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}
         return stock(state_dict, **named, **more)

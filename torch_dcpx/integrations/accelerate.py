@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._arguments import check_bool
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import NotCommittedError, OptionError, UnsupportedError
-from torch_dcpx.integrations._dcp_calls import loads_by_us, noted
+from torch_dcpx.integrations._dcp_calls import Part, base_names, loads_by_us, noted
 from torch_dcpx.integrations._folder_record import beyond_limit, read_record
 from torch_dcpx.integrations._folders import FolderSaves, is_whole
 from torch_dcpx.integrations._framework import needed
@@ -33,6 +34,7 @@ with needed(__name__, "accelerate>=1.15"):
 
 logger = logging.getLogger("torch_dcpx")
 
+_MODEL = re.compile(rf"{FSDP_MODEL_NAME}_(\d+)")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")  # of accelerate's automatic names
 
 
@@ -45,16 +47,24 @@ class DcpxAccelerator(Accelerator):
     """
 
     def __init__(
-        self, *args: Any, write_options: WriteOptions | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        write_options: WriteOptions | None = None,
+        trainable_only: bool = False,
+        **kwargs: Any,
     ) -> None:
         """Args: as accelerate's, and
 
         Args:
             write_options: of saves, such as `WriteOptions(progress=True)`; not `overlap`,
                 `node_local`, `max_in_flight`, `on_busy`. Default None: all defaults.
+            trainable_only: leaves frozen parameters out of saves, and as they are in loads; such a
+                folder is for this class alone (docs/howto/lora.md). Default False.
         """
+        check_bool("trainable_only", trainable_only)
         super().__init__(*args, **kwargs)
         self._saves = FolderSaves("save_state", write_options)
+        self._trainable_only = trainable_only
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -81,6 +91,7 @@ class DcpxAccelerator(Accelerator):
         try:
             with self._without_naming(), self._saves.telling(), noted(target) as parts:
                 super().save_state(str(target), safe_serialization, **kwargs)
+            parts = [part.without(self._base(part)) for part in parts]
             handle = self._saves.commit(parts, lambda: self._condemned(target.name))
         except BaseException:
             config.iteration = number  # accelerate has counted only where nothing was raised
@@ -109,7 +120,7 @@ class DcpxAccelerator(Accelerator):
             number = self._newest()
             input_dir = str(self._named_folder(number))
             self.project_configuration.iteration = max(self._numbers()) + 1
-        with loads_by_us(Path(input_dir or "").expanduser()):
+        with loads_by_us(Path(input_dir or "").expanduser(), self._base):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def wait_for_saves(self) -> None:
@@ -129,6 +140,13 @@ class DcpxAccelerator(Accelerator):
         """Waits for the save under way, then ends the trackers. Raises: as `wait_for_saves`."""
         self.wait_for_saves()
         super().end_training()
+
+    def _base(self, part: Part) -> Collection[str]:
+        """Returns the names of a part that saves leave out, and that loads may miss."""
+        found = _MODEL.fullmatch(part.path.name) if self._trainable_only else None
+        if found is None or int(found[1]) >= len(self._models):
+            return ()
+        return base_names(part.state_dict, self._models[int(found[1])], self._optimizers)
 
     def _next_folder(self, output_dir: str | None) -> Path:
         """Returns where `save_state` saves. Raises: as `save_state`."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._arguments import check_bool
 from torch_dcpx._keywords import telling
 from torch_dcpx.errors import UnsupportedError
-from torch_dcpx.integrations._dcp_calls import noted
+from torch_dcpx.integrations._dcp_calls import Part, base_names, loads_by_us, noted
 from torch_dcpx.integrations._folder_record import beyond_limit
 from torch_dcpx.integrations._folders import FolderSaves
 from torch_dcpx.integrations._framework import needed
@@ -47,13 +48,20 @@ class DcpxCallback(TrainerCallback):
     each save: `save_bytes`, `save_s`, `save_blocked_s`.
     """
 
-    def __init__(self, write_options: WriteOptions | None = None) -> None:
+    def __init__(
+        self, write_options: WriteOptions | None = None, *, trainable_only: bool = False
+    ) -> None:
         """Saves nothing yet.
 
         Args:
             write_options: of saves, such as `WriteOptions(progress=True)`; not `overlap`,
                 `node_local`, `max_in_flight`, `on_busy`. Default None: all defaults.
+            trainable_only: leaves frozen parameters out of saves, and as they are in loads; such a
+                folder is for this callback alone. Of a model of PEFT the Trainer itself saves the
+                adapter alone. Default False.
         """
+        check_bool("trainable_only", trainable_only)
+        self._trainable_only = trainable_only
         self._saves = FolderSaves("save_checkpoint", write_options)
         self._step = 0  # of the save under way in the background
 
@@ -67,6 +75,11 @@ class DcpxCallback(TrainerCallback):
                 `save_on_each_node` or save_strategy="best" is set.
         """
         plugin = getattr(AcceleratorState(), "fsdp_plugin", None)
+        if plugin is None:
+            raise UnsupportedError(
+                "DcpxCallback: this training has no FSDP: leave the callback out, and the Trainer "
+                "saves as ever; of a model of PEFT the adapter alone"
+            )
         kind = getattr(plugin, "state_dict_type", None)
         if kind != StateDictType.SHARDED_STATE_DICT:
             problem = "it saves FSDP with SHARDED_STATE_DICT"
@@ -123,11 +136,25 @@ class DcpxCallback(TrainerCallback):
             _name_best(root, state)
             if trainer.args.should_save:
                 state.save_to_json(str(target / TRAINER_STATE_NAME))
+        parts = [part.without(self._base(part, trainer)) for part in parts]
         self._step, best = state.global_step, state.best_model_checkpoint
         kept = [root / target.name, *([] if best is None else [Path(best)])]
         self._saves.commit(parts, lambda: _condemned(root, limit, kept))
         if trainer.control.should_training_stop or state.global_step >= state.max_steps:
             self._wait(state)  # the Trainer may load the best one before it ends
+
+    def loading(self, trainer: Trainer, folder: Path) -> AbstractContextManager[None]:
+        """Returns what lets the Trainer load a folder that holds what is trained alone."""
+        if not self._trainable_only:
+            return nullcontext()
+        return loads_by_us(folder, lambda part: self._base(part, trainer))
+
+    def _base(self, part: Part, trainer: Trainer) -> Collection[str]:
+        """Returns the names of a part that saves leave out, and that loads may miss."""
+        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+        if not self._trainable_only:
+            return ()
+        return base_names(part.state_dict, trainer.model, optimizers)
 
     def _wait(self, state: TrainerState) -> None:
         self._saves.wait()
@@ -141,16 +168,37 @@ class DcpxCallback(TrainerCallback):
 _save_of_trainer = Trainer._save_checkpoint
 
 
+def _own_of(trainer: Trainer) -> DcpxCallback | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next((one for one in callbacks if isinstance(one, DcpxCallback)), None)
+
+
 def _save_checkpoint(self: Trainer, model: Any, trial: Any) -> None:
-    callbacks = self.callback_handler.callbacks
-    own = next((one for one in callbacks if isinstance(one, DcpxCallback)), None)
+    own = _own_of(self)
     if own is None:
         _save_of_trainer(self, model, trial)
     else:
         own.save_checkpoint(self, model, trial)
 
 
+_load_of_trainer, _load_best_of_trainer = Trainer._load_from_checkpoint, Trainer._load_best_model
+
+
+def _load_from_checkpoint(self: Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
+    own = _own_of(self)
+    with own.loading(self, Path(resume_from_checkpoint)) if own else nullcontext():
+        _load_of_trainer(self, resume_from_checkpoint, model)
+
+
+def _load_best_model(self: Trainer) -> None:
+    own = _own_of(self)
+    with own.loading(self, Path(self.state.best_model_checkpoint or "")) if own else nullcontext():
+        _load_best_of_trainer(self)
+
+
 Trainer._save_checkpoint = _save_checkpoint
+Trainer._load_from_checkpoint = _load_from_checkpoint
+Trainer._load_best_model = _load_best_model
 
 
 @contextmanager

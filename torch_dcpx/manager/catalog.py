@@ -8,8 +8,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import uuid
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +31,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
+from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.retention import Retention
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.state import ModelPart
@@ -38,7 +40,7 @@ from torch_dcpx.manager.translate import MODEL, beneath, checked_translate
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.exchange import Exchange
-from torch_dcpx.ranks.members import exchange_for
+from torch_dcpx.ranks.members import exchange_for, keys_for
 from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -116,6 +118,29 @@ class CheckpointCatalog:
                 lambda: (None, Call(name, {"tag": tag_of(tag)} if name in _NEED_TAG else {})),
                 lambda calls, _: work(calls[0].arguments.get("tag")),
             )[1]
+
+    def watch(
+        self,
+        signals: Sequence[int],
+        time_left_s: float | None,
+        last_save_s: Callable[[], float | None],
+    ) -> Preemption:
+        """As `CheckpointManager.save_on_signal`; `last_save_s` returns the last save's seconds."""
+
+        def local() -> tuple[None, Call]:
+            check_signals(signals, time_left_s)
+            return None, Call("save_on_signal", {})
+
+        with self.exchange("save_on_signal") as exchange:
+            name = self.agree(exchange, "name", local, lambda *_: uuid.uuid4().hex)[1]
+            watch = Preemption(
+                *keys_for(**self.ranks, what="save on a signal", name=f"signals/{name}"),
+                timeout_s=self.options.save_timeout_s,
+                time_left_s=time_left_s,
+                last_save_s=last_save_s,
+            )
+            watch.watch_on_all(signals, exchange)
+        return watch
 
     def close(self) -> bool:
         """Refuses every later call. Returns False in a process that was forked from the owner."""
@@ -214,22 +239,14 @@ class CheckpointCatalog:
     def export(
         self,
         tag_or_model: Tag | nn.Module,
-        path: str | os.PathLike[str],
-        file_format: Any,
-        keys: Iterable[str] | None,
-        key_map: KeyMap | None,
-        max_shard_bytes: int | str,
-        dtype: Any,
-        metadata: Any,
-        overwrite: bool,
+        given: tuple[Any, ...],
         options: WriteOptions | None,
     ) -> ExportReport:
+        """As `CheckpointManager.export`; `given` are the arguments of `checked_arguments`."""
         with ExitStack() as stack:
 
             def local() -> tuple[ExportArguments, Call]:
-                own = checked_arguments(
-                    path, file_format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite
-                )
+                own = checked_arguments(*given)
                 tag = None if isinstance(tag_or_model, nn.Module) else tag_of(tag_or_model)
                 return own, Call("export", {"tag": tag, **own.told()})
 
@@ -250,6 +267,7 @@ class CheckpointCatalog:
 
             with self.exchange("export") as exchange:
                 checked, stored = self.agree(exchange, "export", local, reduce)
+            path, file_format, _, _, _, dtype, metadata, overwrite, config, merge_lora = given
             return export(
                 _Live(tag_or_model) if stored is None else stored,
                 path,
@@ -260,6 +278,8 @@ class CheckpointCatalog:
                 dtype=dtype,
                 metadata=metadata,
                 overwrite=overwrite,
+                config=config,
+                merge_lora=merge_lora,
                 options=options or self.options,
                 **self.ranks,
             )

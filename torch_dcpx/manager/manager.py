@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -19,20 +18,19 @@ from torch import nn
 from torch_dcpx._arguments import check_bool, check_options, check_wait, named_arguments
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
-from torch_dcpx.checkpoint.same_call import Call
 from torch_dcpx.keys.key_map import DryRun, KeyMap
 from torch_dcpx.manager.cadence import Cadence
 from torch_dcpx.manager.catalog import CheckpointCatalog
 from torch_dcpx.manager.content import Merge
 from torch_dcpx.manager.pointer import Tag
-from torch_dcpx.manager.preemption import Preemption, check_signals
+from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot, files_at
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
-from torch_dcpx.ranks.members import check_ranks, keys_for
+from torch_dcpx.ranks.members import check_ranks
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.paths import AnyPath
 
@@ -63,6 +61,7 @@ class CheckpointManager:
         read_options: ReadOptions | None = None,
         allow_fresh: bool = False,
         grace_s: float | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Keeps the rules. It reads and writes nothing before the first call.
 
@@ -78,10 +77,10 @@ class CheckpointManager:
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
             options, read_options: of the writer, and of readers. Default None: all defaults.
-            allow_fresh: starts fresh in a root where saves have begun, but no checkpoint is whole.
-                Default False: an error. Files that no save has made are no reason for one.
+            allow_fresh: starts fresh where saves began, but none is whole. Default False: an error.
             grace_s: of a store's root: seconds for which data of removed checkpoints, and of saves
                 that did not end, stay. Default None: 3600, or `2 * save_timeout_s` if that is more.
+            trainable_only: leaves frozen parameters out (docs/howto/lora.md). Default False.
 
         Raises:
             OptionError: values that cannot work.
@@ -92,6 +91,7 @@ class CheckpointManager:
         check_options("read_options", read_options, ReadOptions)
         check_bool("async_save", async_save)
         check_bool("allow_fresh", allow_fresh)
+        check_bool("trainable_only", trainable_only)
         self._rules = KeepRules.of(keep_last, keep_every, keep_best)
         options = options or WriteOptions()
         read_options = read_options or ReadOptions(endpoint=options.endpoint)
@@ -103,7 +103,7 @@ class CheckpointManager:
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
         self._cadence = Cadence(self._catalog, save_every, save_every_s)
         self._saves = Saves(self._catalog, async_save, self._cadence)
-        self._allow_fresh = allow_fresh
+        self._allow_fresh, self._trainable_only = allow_fresh, trainable_only
         self._watches: list[Preemption] = []
 
     def save(
@@ -125,8 +125,7 @@ class CheckpointManager:
             tag_or_step: the step, saved as "step-N", or a name for the directory. The commit
                 replaces a checkpoint of that name, unless it is pinned.
             model: a module; plain, DDP, FSDP2, compiled.
-            optimizer: of that model; or a list or a dict of several.
-            lr_scheduler: one, or a list or dict of several.
+            optimizer, lr_scheduler: of that model; one, or a list or a dict of several.
             dataloader: anything with `state_dict` and `load_state_dict`; each rank's own.
             state: more tensors, sharded ones too, Python values and `Stateful` objects, by name.
             user_content: small values (docs/howto/per_rank_state.md); rank 0's but for `PerRank`.
@@ -143,6 +142,7 @@ class CheckpointManager:
             DcpxError: as `dcpx.save` and `dcpx.async_save`, also of an earlier save.
         """
         parts = Parts(model, optimizer, lr_scheduler, dataloader, state, user_content)
+        parts = parts._replace(trainable_only=self._trainable_only)
         return self._saves.save(tag_or_step, parts, metrics, step)
 
     def resume(
@@ -197,7 +197,8 @@ class CheckpointManager:
         """
         if load_optimizer is False:  # another value is refused where all ranks learn of it
             optimizer = lr_scheduler = None
-        parts = Parts(model, optimizer, lr_scheduler, dataloader, state)
+        only = self._trainable_only
+        parts = Parts(model, optimizer, lr_scheduler, dataloader, state, trainable_only=only)
         loads = load_optimizer, allow_missing, cast
         choices = tag, strict, merge, translate, fallback, self._allow_fresh, *loads
         info = Resume(self._catalog, parts, *choices).run()
@@ -280,6 +281,8 @@ class CheckpointManager:
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
+        config: str | os.PathLike[str] | None = None,
+        merge_lora: str | os.PathLike[str] | None = None,
         options: WriteOptions | None = None,
     ) -> ExportReport:
         """Writes one artifact for inference, by all ranks at once, and returns its report.
@@ -288,8 +291,8 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite: as
-                `torch_dcpx.export`. Default: the model only, as safetensors. Of a tag, `keys` are
+            format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite, config,
+                merge_lora: as `torch_dcpx.export`. Default: the model only, as safetensors. Of a tag, `keys` are
                 names with "model.", "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
@@ -298,8 +301,8 @@ class CheckpointManager:
             MismatchError: the checkpoint holds no model, and `keys` is None.
             DcpxError: as `torch_dcpx.export`.
         """
-        own = format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite, options
-        return self._catalog.export(tag_or_model, path, *own)
+        own = path, format, keys, key_map, max_shard_bytes, dtype, metadata
+        return self._catalog.export(tag_or_model, (*own, overwrite, config, merge_lora), options)
 
     def dry_run(
         self, translate: KeyMap | Callable[[str], str | None], tag: Tag | None = None
@@ -337,21 +340,7 @@ class CheckpointManager:
             OptionError: on any rank not the main thread, no signals, or one that nobody can handle.
             PlanError: ranks made different calls.
         """
-        catalog = self._catalog
-
-        def local() -> tuple[None, Call]:
-            check_signals(signals, time_left_s)
-            return None, Call("save_on_signal", {})
-
-        with catalog.exchange("save_on_signal") as exchange:
-            name = catalog.agree(exchange, "name", local, lambda *_: uuid.uuid4().hex)[1]
-            watch = Preemption(
-                *keys_for(**catalog.ranks, what="save on a signal", name=f"signals/{name}"),
-                timeout_s=catalog.options.save_timeout_s,
-                time_left_s=time_left_s,
-                last_save_s=lambda: self._saves.last_save_s,
-            )
-            watch.watch_on_all(signals, exchange)
+        watch = self._catalog.watch(signals, time_left_s, lambda: self._saves.last_save_s)
         self._watches.append(watch)
         return watch
 
@@ -384,6 +373,7 @@ class CheckpointManager:
         rules |= {"save_every": self._cadence.every, "save_every_s": self._cadence.every_s}
         told = [f"{name}={value!r}" for name, value in rules.items() if value is not None]
         told += [] if self._saves.is_async else ["async_save=False"]
+        told += ["trainable_only=True"] if self._trainable_only else []
         return f"CheckpointManager({', '.join([repr(self._root.given), *told])})"
 
     def __enter__(self) -> CheckpointManager:

@@ -9,7 +9,7 @@ collectives of the model's group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,9 +32,17 @@ from torch_dcpx.errors import MismatchError, OptionError, must_be
 from torch_dcpx.keys.wrappers import has_crossed_names, inside, plain_names
 from torch_dcpx.manager.content import PerRank, encode_content, split_content
 from torch_dcpx.manager.optimizer_part import OptimizerPart
+from torch_dcpx.manager.optimizer_state import stored_names
 from torch_dcpx.manager.schedulers import states_of
 from torch_dcpx.manager.stored import Record
-from torch_dcpx.manager.translate import NAMED_GROUPS, TrainingRules, flat, kind_of, parameters_of
+from torch_dcpx.manager.translate import (
+    NAMED_GROUPS,
+    TrainingRules,
+    flat,
+    kind_of,
+    owner_of,
+    parameters_of,
+)
 from torch_dcpx.tensors.digests import digests_of
 from torch_dcpx.tensors.memory import refuse_meta
 
@@ -46,12 +54,15 @@ class ModelPart(LoadPart):
     model: torch.nn.Module
     strict: bool = True
     rules: TrainingRules | None = None
+    base: Collection[int] = ()  # ids of parameters that a save leaves out, and a load may miss
+    is_target: bool = False  # of a load
 
     def __post_init__(self) -> None:
         # DCP's functions rename one name after the other: of a wrapped model with "a" and
         # "module.a" one takes the place of the other.
         self._inside = inside(self.model)
         self._is_crossed = has_crossed_names(self._inside)  # of wrappers that lie in it
+        self.left: list[str] = []  # names of the base's parameters that a load leaves
 
     takes = Takes.EXTRA_STATES
 
@@ -64,7 +75,19 @@ class ModelPart(LoadPart):
             state = get_model_state_dict(self._inside)
         if self.rules is not None:
             self.rules.own = state.keys()
-        return state
+        if self.is_target or not self.base:
+            return state
+        base = names_of_base(self._inside, self.base, state)
+        return {name: value for name, value in state.items() if name not in base}
+
+    def fitted(self, state: dict[str, Any], metadata: Metadata, key: str) -> dict[str, Any]:
+        """Leaves the base's parameters as they are, but for those that were saved all the same."""
+        if not self.base:
+            return state
+        self.strict = False  # of torch's own load: `load` has compared the names
+        stored = stored_names(metadata, f"{key}.", self.rules)
+        self.left = list(names_of_base(self._inside, self.base, state).difference(stored))
+        return {name: value for name, value in state.items() if name not in self.left}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._is_crossed:
@@ -74,6 +97,25 @@ class ModelPart(LoadPart):
             self._inside.load_state_dict(state, strict=self.strict)
             return
         set_model_state_dict(self._inside, state, options=StateDictOptions(strict=self.strict))
+
+
+def base_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> set[int]:
+    """Returns ids of the parameters that nothing has trained: frozen, without optimizer state."""
+    states = (getattr(one, "state", None) for one in optimizers)
+    maps = [own for own in states if isinstance(own, Mapping)]
+    stepped = {id(parameter) for own in maps for parameter, its in own.items() if its}
+    return {id(one) for one in model.parameters() if not one.requires_grad} - stepped
+
+
+def names_of_base(model: torch.nn.Module, base: Collection[int], names: Iterable[str]) -> set[str]:
+    """Returns those of a state's plain names that are of these parameters, or lie beneath one, as
+    the scales of a quantized weight do.
+    """
+    every = model.named_parameters(remove_duplicate=False)
+    own = [name for name, parameter in every if id(parameter) in base]
+    plain = plain_names({"": model}, own)
+    roots = {plain.get(name, name) for name in own}
+    return {name for name in names if name in roots or owner_of(name, roots)}
 
 
 @dataclass(eq=False)
@@ -146,10 +188,11 @@ class Parts(NamedTuple):
     dataloader: Any = None
     state: Any = None
     user_content: Any = None
+    trainable_only: bool = False  # how the model is saved; no part
 
     def check(self) -> None:
         """Raises OptionError for a part of the wrong type."""
-        model, optimizer, lr_scheduler, dataloader, state, _ = self
+        model, optimizer, lr_scheduler, dataloader, state, *_ = self
         if model is not None and not isinstance(model, torch.nn.Module):
             raise must_be("model", model, "a torch.nn.Module", "; other things go into `state`")
         if optimizer is not None:
@@ -216,7 +259,7 @@ class Parts(NamedTuple):
         return {
             name: kind_of(part) if name in ("optimizer", "lr_scheduler") else "one"
             for name, part in self._asdict().items()
-            if part is not None
+            if part is not None and name != "trainable_only"
         }
 
     def stateful(
@@ -230,7 +273,9 @@ class Parts(NamedTuple):
         """Returns model, optimizer and state for a save or load, as `Stateful` objects."""
         found: dict[str, Any] = {}
         if self.model is not None:
-            found["model"] = ModelPart(self.model, strict, rules)
+            is_target = of_optimizer.get("is_target", False)
+            base = base_of(self.model, flat(self.optimizer)) if self.trainable_only else ()
+            found["model"] = ModelPart(self.model, strict, rules, base, is_target)
         if self.optimizer is not None:
             found["optimizer"] = OptimizerPart(
                 self.model, self.optimizer, strict, has_named_groups, rules, **of_optimizer
@@ -261,7 +306,8 @@ class Parts(NamedTuple):
 
     def call(self, name: str, per_rank: list[str], **arguments: Any) -> Call:
         """Returns a call as all ranks compare it."""
-        return Call(name, {**arguments, **self.given, "per_rank": per_rank})
+        more = {"per_rank": per_rank, "trainable_only": self.trainable_only}
+        return Call(name, {**arguments, **self.given, **more})
 
     def record(self, calls: list[Call], order: int) -> Record:
         """Returns the record of a save, whose calls note metrics and a digest of groups."""

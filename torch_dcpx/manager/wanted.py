@@ -89,7 +89,8 @@ class Wanted(LoadPart):
         self._schedulers: list[tuple[Any, Any]] = []  # each with its state
         self._noted: dict[str, set[str]] = {}  # classes of the saved ones, by place
         self.rules: TrainingRules | None = None  # of the load
-        self._optimizer: Any = None  # its part of the load
+        self._model: Any = None  # its part of the load
+        self._optimizer: Any = None  # likewise
         self.handed: set[str] = set()  # small parts that have got a value, whole or in part
         self._has_scheduler = parts.lr_scheduler is not None and "lr_scheduler" in record.parts
         self.is_applied = self._has_scheduler or any(
@@ -132,7 +133,7 @@ class Wanted(LoadPart):
             has_scheduler=given.has_scheduler,
             is_target=True,
         )
-        self._optimizer = target.get("optimizer")
+        self._model, self._optimizer = target.get("model"), target.get("optimizer")
         if self.state_dict():
             target["dcpx"] = self
         return target
@@ -197,8 +198,9 @@ class Wanted(LoadPart):
 
     @property
     def kept(self) -> list[str]:
-        """Names of parameters' states that were there, and that the load left as they were."""
-        return [] if self._optimizer is None else self._optimizer.kept
+        """Names of parameters, and of their states, that the load left as they were."""
+        left = [] if self._model is None else [f"{MODEL}{name}" for name in self._model.left]
+        return left if self._optimizer is None else [*left, *self._optimizer.kept]
 
     def held(self, missing: Sequence[str], stored: Mapping[str, Sizes | None]) -> list[str]:
         """Returns those of `missing` and of `kept` that another checkpoint, whose stored names and
@@ -209,7 +211,8 @@ class Wanted(LoadPart):
             rules.own = self.rules.own
             names = rules.resolve(stored).keys()
         begins = tuple(f"{name}." for name in self.kept)
-        return [*(n for n in missing if n in names), *(n for n in names if n.startswith(begins))]
+        left = (name for name in names if f"{name}.".startswith(begins))
+        return [*(name for name in missing if name in names), *left]
 
     @property
     def content(self) -> Any:
