@@ -292,8 +292,8 @@ class CheckpointManager:
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
             format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite, config,
-                merge_lora: as `torch_dcpx.export`. Default: the model only, as safetensors. Of a tag, `keys` are
-                names with "model.", "optimizer." and so on.
+                merge_lora: as `torch_dcpx.export`. Default: the model only, as safetensors. Of a
+                tag, `keys` are names with "model.", "optimizer." and so on.
             options: of the export. Default None: those of the manager.
 
         Raises:
