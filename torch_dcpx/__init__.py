@@ -84,6 +84,10 @@ if TYPE_CHECKING:
     from .staging.stager import DcpxStager as DcpxStager
     from .tensors.copy_guard import CopyGuard as CopyGuard
     from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .views.diff import DiffReport as DiffReport
+    from .views.diff import diff as diff
+    from .views.stats import StatsReport as StatsReport
+    from .views.stats import stats as stats
     from .writer.writer import DcpxWriter as DcpxWriter
 
 # Module -> the public names that it has.
@@ -120,6 +124,8 @@ _PUBLIC = {
     "reports": "LoadReport SaveReport",
     "staging.stager": "DcpxStager",
     "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "views.diff": "DiffReport diff",
+    "views.stats": "StatsReport stats",
     "writer.writer": "DcpxWriter",
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names.split()}

@@ -45,6 +45,7 @@ API: dict[str, tuple[str, str]] = {
     "events": ("Events", "on_event Event SaveEnded SaveFailed LoadEnded LoadFailed"),
     "export": ("Export and pretrained", "export ExportReport load_pretrained"),
     "key_map": ("Key maps", "KeyMap Merge Split Transpose"),
+    "look": ("Compare and look", "diff DiffReport stats StatsReport"),
     "integrity": ("Verify and repair", "verify VerifyReport repair RepairReport Finding"),
     "hook": ("The hook", "install uninstall use"),
     "errors": (

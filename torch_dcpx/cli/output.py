@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torch_dcpx._text import printable
+from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
@@ -31,6 +31,7 @@ from torch_dcpx.errors import (
     RepairError,
     ShortReadError,
 )
+from torch_dcpx.views.tables import Shown
 
 FINE, UNSOUND, CANNOT = 0, 1, 2
 
@@ -147,6 +148,16 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     for row in shown:
         table.add_row(*map(Text, row))
     console.print(table, soft_wrap=not console.is_terminal)
+
+
+def put_result(result: Shown, limit: int) -> None:
+    """Prints the table of a result, its first `limit` rows (0: all), and its head below."""
+    columns, rows = result.table()
+    more = len(rows) - limit if 0 < limit < len(rows) else 0
+    if rows:
+        put_table(columns, rows[:limit] if more else rows)
+    left = f" ({counted(more, 'row')} not shown)" if more else ""
+    put_lines([result.head() + left])
 
 
 @contextmanager
