@@ -84,11 +84,15 @@ if TYPE_CHECKING:
     from .staging.stager import DcpxStager as DcpxStager
     from .tensors.copy_guard import CopyGuard as CopyGuard
     from .tensors.copy_guard import guard_optimizer as guard_optimizer
+    from .views.diff import DiffReport as DiffReport
+    from .views.diff import diff as diff
     from .views.inspect import Inspection as Inspection
     from .views.inspect import inspect as inspect
     from .views.ls import ListedCheckpoint as ListedCheckpoint
     from .views.ls import Listing as Listing
     from .views.ls import ls as ls
+    from .views.stats import StatsReport as StatsReport
+    from .views.stats import stats as stats
     from .writer.writer import DcpxWriter as DcpxWriter
 
 # Module -> the public names that it has.
@@ -125,6 +129,8 @@ _PUBLIC = {
     "reports": "LoadReport SaveReport",
     "staging.stager": "DcpxStager",
     "tensors.copy_guard": "CopyGuard guard_optimizer",
+    "views.diff": "DiffReport diff",
+    "views.stats": "StatsReport stats",
     "views.inspect": "Inspection inspect",
     "views.ls": "ListedCheckpoint Listing ls",
     "writer.writer": "DcpxWriter",

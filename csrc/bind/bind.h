@@ -17,6 +17,7 @@ void bind_plan_items(pybind11::module_& m);
 void bind_write(pybind11::module_& m);
 void bind_read(pybind11::module_& m);
 void bind_verify(pybind11::module_& m);
+void bind_values(pybind11::module_& m);
 void bind_range(pybind11::module_& m);
 void bind_stage(pybind11::module_& m);
 void bind_device(pybind11::module_& m);

@@ -22,6 +22,7 @@ PYBIND11_MODULE(_C, m) {
   dcpx::bind_read(m);
   dcpx::bind_read_rows(m);
   dcpx::bind_verify(m);
+  dcpx::bind_values(m);
   dcpx::bind_range(m);
   dcpx::bind_stage(m);
   dcpx::bind_device(m);

@@ -45,9 +45,11 @@ API: dict[str, tuple[str, str]] = {
     "events": ("Events", "on_event Event SaveEnded SaveFailed LoadEnded LoadFailed"),
     "export": ("Export and pretrained", "export ExportReport load_pretrained"),
     "key_map": ("Key maps", "KeyMap Merge Split Transpose"),
-    "views": ("Look inside", "inspect Inspection"),
+    "views": (
+        "Look inside",
+        "ls Listing ListedCheckpoint inspect Inspection diff DiffReport stats StatsReport",
+    ),
     "integrity": ("Verify and repair", "verify VerifyReport repair RepairReport Finding"),
-    "views": ("Look at checkpoints", "ls Listing ListedCheckpoint"),
     "hook": ("The hook", "install uninstall use"),
     "errors": (
         "Errors",

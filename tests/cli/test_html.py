@@ -144,7 +144,12 @@ def test_page_of_diff_has_every_name_of_both_sides(tmp_path: Path) -> None:
     }  # fmt: skip
     assert items["a"][items["name"].index("shape")] == "float32 [6]"
     assert items["b"][items["name"].index("shape")] == "float32 [2, 3]"
-    assert (found["equal"], found["read_bytes"]) == (1, 0)
+    nbytes = 2 * (16 + 12) + 8 + 4  # of the tensors of one shape
+    assert (found["equal"], found["read_bytes"], found["is_quick"]) == (1, nbytes, False)
+    at = items["name"].index("v")
+    assert [items[key][at] for key in ("max_abs", "rel", "different", "elements")] == [1, 1, 3, 3]
+    at = items["name"].index("step")
+    assert [items[key][at] for key in ("a", "b", "rel")] == ["1", "2", None]
     assert (found["a"], found["b"]) == (str(tmp_path / "a"), str(tmp_path / "b"))
 
 

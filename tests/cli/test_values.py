@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner
 from support.saves import data_files, save
 
-from torch_dcpx.cli import diff as cli_diff
 from torch_dcpx.cli.app import app
+from torch_dcpx.views import values
 
 STATE: dict[str, Any] = {
     "w": torch.arange(600.0).view(20, 30),
@@ -25,6 +25,8 @@ STATE: dict[str, Any] = {
 
 class Own:
     """Of a user: no reader rebuilds it unless it is told to."""
+
+    key = 0
 
 
 def dcpx(*args: object, code: int = 0) -> Any:
@@ -75,6 +77,9 @@ def test_diff_of_equal_checkpoints_finds_nothing(tmp_path: Path, sides: Any) -> 
         save(STATE, tmp_path / name, writer)
     found = dcpx("diff", tmp_path / "a", tmp_path / "b")
     assert (found["differences"], found["equal"]) == ([], 5)
+    assert found["read_bytes"] == 2 * (2400 + 8)
+    found = dcpx("diff", tmp_path / "a", tmp_path / "b", "--quick")
+    assert (found["differences"], found["equal"]) == ([], 5)
     is_by_sums = sides == ("ours", "ours")
     assert found["read_bytes"] == (0 if is_by_sums else 2 * (2400 + 8))
 
@@ -91,18 +96,18 @@ def test_diff_says_what_differs_in_which_name(tmp_path: Path, writer: Any) -> No
     save(other, tmp_path / "b", writer)
     found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert {row["name"]: (row["what"], row["a"], row["b"]) for row in found["differences"]} == {
-        "w": ("values", "", ""),
-        "half": ("dtype", "bfloat16", "float32"),
-        "step": ("kind", "object", "int64 []"),
-        "more.lr": ("values", "", ""),
-        "more.betas": ("only in A", "object", ""),
+        "w": ("values", "float32 [20, 30]", "float32 [20, 30]"),
+        "half": ("dtype", "bfloat16 [4]", "float32 [4]"),
+        "step": ("kind", "3", "int64 []"),
+        "more.lr": ("values", "2.5", "3.5"),
+        "more.betas": ("only in A", "[0.9, 'x']", ""),
         "new": ("only in B", "", "float32 [2, 3]"),
     }
     assert found["equal"] == 0
     text = CliRunner().invoke(
         app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "2"]
     )
-    assert "6 differences (4 not shown), 0 equal names;" in text.stdout
+    assert "6 differences, 0 equal names;" in text.stdout and "(4 rows not shown)" in text.stdout
 
 
 def test_diff_reads_tensors_that_are_stored_in_other_ways(
@@ -111,15 +116,16 @@ def test_diff_reads_tensors_that_are_stored_in_other_ways(
     w = STATE["w"]
     save(changed(w=w), tmp_path / "a")
     save(changed(w=w.t().contiguous().t()), tmp_path / "b")  # equal values, transposed memory
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b")
+    args = "diff", tmp_path / "a", tmp_path / "b", "--quick"
+    found = dcpx(*args)
     assert (found["differences"], found["read_bytes"]) == ([], 2 * w.nbytes)
-    monkeypatch.setattr(cli_diff, "_PIECE_BYTES", 100)  # in pieces of less than a row
-    assert dcpx("diff", tmp_path / "a", tmp_path / "b") == found
+    monkeypatch.setattr(values, "_PIECE_BYTES", 100)  # in pieces of less than a row
+    assert dcpx(*args) == found
     other = w.clone()
     other[7, 29] += 1
     save(changed(w=other.t().contiguous().t()), tmp_path / "b")
-    (row,) = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)["differences"]
-    assert (row["name"], row["what"]) == ("w", "values")
+    (row,) = dcpx(*args, code=1)["differences"]
+    assert (row["name"], row["what"], row["different"]) == ("w", "values", 1)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -130,11 +136,12 @@ def test_diff_goes_on_behind_a_tensor_that_it_cannot_read(
     for path, value in (("a", 1.0), ("b", 2.0)):
         q = torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
         save({"q": q, "e": torch.ones(9), "v": torch.full((9,), value)}, tmp_path / path, writer)
-    unread = {"name": "q", "what": "values", "a": "not read: UnsupportedError", "b": ""}
     for most in (1 << 20, 1):  # together, and each in pieces
-        monkeypatch.setattr(cli_diff, "_PIECE_BYTES", most)
+        monkeypatch.setattr(values, "_PIECE_BYTES", most)
         found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
-        assert found["differences"] == [unread, {**unread, "name": "v", "a": ""}]
+        rows = [(row["name"], row["what"], row["note"]) for row in found["differences"]]
+        unread = "by stored bytes: UnsupportedError"
+        assert rows == [("q", "values", unread), ("v", "values", "")]
         assert found["equal"] == 1
 
 
@@ -155,8 +162,9 @@ def test_diff_reads_where_a_footer_is_not_of_the_checkpoint(tmp_path: Path) -> N
     data = bytearray((tmp_path / "b" / name).read_bytes())
     data[-60] ^= 1  # in the tail, where the index's checksum is
     (tmp_path / "b" / name).write_bytes(data)
-    error = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)["error"]
-    assert error["type"] == "CorruptionError"
+    for more in ((), ("--quick",)):
+        error = dcpx("diff", tmp_path / "a", tmp_path / "b", *more, code=1)["error"]
+        assert error["type"] == "CorruptionError"
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -165,9 +173,13 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert found == [[1.0, "nan", "-inf"], "inf"]
 
 
-def test_diff_executes_nothing_and_calls_refused_objects_different(tmp_path: Path) -> None:
-    hostile = {"x": OrderedDict(a=1), "y": Own()}
-    save(hostile, tmp_path / "a", "stock")
-    save(hostile, tmp_path / "b", "stock")
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_diff_executes_nothing_and_compares_refused_objects_by_their_bytes(
+    tmp_path: Path, writer: Any
+) -> None:
+    for name, key in (("a", 1), ("b", 2)):
+        own = Own()
+        own.key = key
+        save({"x": OrderedDict(a=1), "y": own, "z": Own()}, tmp_path / name, writer)
     found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert [row["name"] for row in found["differences"]] == ["y"]

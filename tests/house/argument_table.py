@@ -57,6 +57,8 @@ LOADS = {
     "cast": (None, "deny", True, 3),
     "key_map": NOT_MAPS,
 }
+NOT_KEYS = (3, [1], b"w", {"w": 1}, object())
+LOOKS = {"options": NOT_READ, "rank": (-1, 1.5, "1", True)}
 INSTALL = {
     "writer": NOT_SWITCHES,
     "reader": NOT_SWITCHES,
@@ -140,22 +142,35 @@ TABLE: Table = {
     "open_checkpoint": (
         dcpx.open_checkpoint,
         {"path": "good"},
-        {
-            "path": (None, *NOT_PATHS),
-            "options": NOT_READ,
-            "rank": (-1, 1.5, "1", True),
-        },
+        {"path": (None, *NOT_PATHS), **LOOKS},
     ),
     "load_tensors": (
         dcpx.load_tensors,
         {"path": "good"},
         {
             "path": (None, *NOT_PATHS),
-            "keys": (3, [1], b"w", {"w": 1}, object()),
-            "options": NOT_READ,
+            "keys": NOT_KEYS,
             "device": (None, "gpu", "meta", object(), []),
-            "rank": (-1, 1.5, "1", True),
+            **LOOKS,
         },
+    ),
+    "diff": (
+        dcpx.diff,
+        {"a": "good", "b": "good"},
+        {
+            "a": (None, *NOT_PATHS),
+            "b": (None, *NOT_PATHS),
+            "keys": NOT_KEYS,
+            "rtol": NOT_SECONDS,
+            "atol": NOT_SECONDS,
+            "quick": NOT_SWITCHES,
+            **LOOKS,
+        },
+    ),
+    "stats": (
+        dcpx.stats,
+        {"path": "good"},
+        {"path": (None, *NOT_PATHS), "keys": NOT_KEYS, **LOOKS},
     ),
     "verify": (
         dcpx.verify,

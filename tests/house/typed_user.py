@@ -122,6 +122,9 @@ def looks() -> None:
         for name, tensor in ckpt.items():
             print(name, tensor.nbytes, tensor.ndim, len(tensor), rows, last, step)
         print(ckpt.select("model.*"), ckpt.load_tensors(["model.w"]), ckpt.path)
+    report: dcpx.DiffReport = dcpx.diff("ckpt", Path("other"), "model.*", rtol=1e-5)
+    numbers: dcpx.StatsReport = dcpx.stats("ckpt", ["model.*"])
+    print(report, report.is_equal, report.differences[0].max_abs, numbers.tensors[0].nan)
 
 
 def listens() -> None:

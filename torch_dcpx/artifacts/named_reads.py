@@ -76,6 +76,11 @@ class NamedReads:
         self.objects = [name for name in entries if name not in self.tensors]
         self.objects += self._reader.objects
 
+    @property
+    def is_of_ours(self) -> bool:
+        """Whether torch-dcpx wrote it: reads check its bytes."""
+        return self._reader.is_of_ours
+
     def close(self) -> None:
         """Lets managers delete the checkpoint; safe to call twice."""
         self._hold.release()
@@ -86,17 +91,23 @@ class NamedReads:
         self._read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
         return tensors
 
-    def read_object(self, name: str) -> Any:
-        """Returns an object.
+    def read_objects(self, names: Sequence[str]) -> list[Any]:
+        """Returns objects, read at once.
 
-        Raises: UnsafePickleError: it may not be decoded; UnsupportedError: one of a file of
+        Raises: UnsafePickleError: one may not be decoded; UnsupportedError: one of a file of
         torch.save has tensors in it, which are not read.
         """
-        if name in self._reader.objects:
-            return _copied(self._reader.objects[name], name, self.name)
-        state = {name: None}
+        held = self._reader.objects
+        state: dict[str, Any] = {name: None for name in names if name not in held}
         self._read(state)
-        return state[name]
+        return [
+            _copied(held[name], name, self.name) if name in held else state[name] for name in names
+        ]
+
+    def object_bytes(self, name: str) -> int:
+        """Returns the stored bytes of an object; 0 of one that is held."""
+        place = (self._metadata.storage_data or {}).get(MetadataIndex(name))
+        return 0 if place is None else int(place.length)
 
     def read_part(self, name: str, index: Any) -> torch.Tensor:
         """Returns what `index` takes of a tensor. Raises: as `LazyTensor.__getitem__`."""

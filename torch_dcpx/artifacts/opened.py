@@ -175,6 +175,24 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         names = self.select(keys)
         return self._reads.read_tensors(names, _checked_device(device))
 
+    @property
+    def is_of_ours(self) -> bool:
+        """Whether torch-dcpx wrote it: reads compare its bytes with checksums."""
+        return self._reads.is_of_ours
+
+    def load_objects(self, names: Sequence[str]) -> list[Any]:
+        """Loads some of `objects` in one read, which is faster than one by one.
+
+        Raises: as `objects` does, for any of them.
+        """
+        self._check_open()
+        return self._reads.read_objects(names)
+
+    def object_bytes(self, name: str) -> int:
+        """Returns how many bytes an object takes where it is stored."""
+        self._check_open()
+        return self._reads.object_bytes(name)
+
     def select(self, keys: str | Iterable[str] | None = None) -> list[str]:
         """Returns the tensors' names that `keys` mean, in the order in which they are stored.
 
@@ -325,7 +343,7 @@ class _Objects(Mapping[str, Any]):
                 path=self._checkpoint.path,
                 nearest=nearest,
             )
-        return self._checkpoint._reads.read_object(name)
+        return self._checkpoint._reads.read_objects([name])[0]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

@@ -7,7 +7,6 @@ fresh memory costs a page fault every 4 KiB, which is as slow as the disk.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -135,10 +134,22 @@ def slabs(
         return
     step = max(1, max_bytes // inner)
     zeros, ones = (0,) * (len(sizes) - dim), (1,) * (dim - 1)
-    for outer in itertools.product(*map(range, sizes[: dim - 1])):
+    for outer in _indices(sizes[: dim - 1]):
         for begin in range(0, sizes[dim - 1], step):
             length = min(step, sizes[dim - 1] - begin)
             yield (*outer, begin, *zeros), (*ones, length, *sizes[dim:])
+
+
+def _indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yields all indices in C order. `itertools.product` would hold each range as a tuple: all
+    memory there is, where a file claims 2**34 rows.
+    """
+    if not sizes:
+        yield ()
+        return
+    for first in range(sizes[0]):
+        for rest in _indices(sizes[1:]):
+            yield (first, *rest)
 
 
 # ---- Copies, written while the next are filled ---------------------------------------------------

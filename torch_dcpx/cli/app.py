@@ -70,6 +70,15 @@ _PATH_OR_URL = _Path(takes_urls=True)
 _RANK = click.option(
     "--rank", type=click.IntRange(min=0), help="whose checkpoint, where each rank saved its own"
 )
+_KEYS = click.option(
+    "--key",
+    "-k",
+    "keys",
+    type=_NAME,
+    multiple=True,
+    help="only this name, or names that this glob fits (any of several)",
+)
+_LIMIT = click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
 _HTML = click.option(
     "--html",
     "html",
@@ -144,17 +153,10 @@ def list_(
 
 @app.command(example="dcpx inspect ckpt/step-200 -k 'model.*'")
 @click.argument("path", type=_PATH_OR_URL)
-@click.option(
-    "--key",
-    "-k",
-    "keys",
-    type=_NAME,
-    multiple=True,
-    help="only this name, or names that this glob fits (any of several)",
-)
+@_KEYS
 @click.option("--parts", is_flag=True, help="each stored part, with its file and place")
 @click.option("--chunks", is_flag=True, hidden=True, help="an earlier name of --parts")
-@click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@_LIMIT
 @_HTML
 @_OVERWRITE
 @command
@@ -216,7 +218,11 @@ def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as
 @app.command(example="dcpx diff ckpt/step-100 ckpt/step-200")
 @click.argument("a", type=_PATH_OR_URL)
 @click.argument("b", type=_PATH_OR_URL)
-@click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+@_KEYS
+@click.option("--rtol", default=0.0, help="values are equal if |A - B| <= ATOL + RTOL * |B|")
+@click.option("--atol", default=0.0, help="see --rtol")
+@click.option("--quick", is_flag=True, help="by recorded checksums, which proves no bytes")
+@_LIMIT
 @_RANK
 @_HTML
 @_OVERWRITE
@@ -224,23 +230,43 @@ def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as
 def diff(
     a: Location,
     b: Location,
-    limit: int,
-    rank: int | None,
+    keys: tuple[str, ...],
     html: Path | None,
     overwrite: bool,
     as_json: bool,
+    **choices: Any,
 ) -> int:
     """Show how B differs from A: names, shapes, dtypes, then values.
 
-    Each is a checkpoint, or what `export` wrote. Compares values by their checksums, where both
-    have these of the same parts; else it reads. What needs a class that no reader makes counts as
-    different. Exits with 1 if they differ.
+    Each is a checkpoint, or what `export` wrote. Reads all values of both, and compares them with
+    their checksums on the way; --quick compares recorded checksums where both have these of the
+    same parts. Exits with 1 if they differ.
     """
     _look(a, b, takes_files=True)
     page = _page(html, is_replacing=overwrite)
     from torch_dcpx.cli.diff import run_diff
 
-    return run_diff(a, b, rank=rank, limit=limit, as_json=as_json, page=page)
+    return run_diff(a, b, keys=keys or None, as_json=as_json, page=page, **choices)
+
+
+@app.command(example="dcpx stats ckpt/step-200 -k 'model.*'")
+@click.argument("path", type=_PATH_OR_URL)
+@_KEYS
+@_LIMIT
+@_RANK
+@command
+def stats(
+    path: Location, keys: tuple[str, ...], limit: int, rank: int | None, as_json: bool
+) -> int:
+    """Show minimum, maximum, mean and norm of tensors, and count NaN and infinities.
+
+    PATH is a checkpoint, or what `export` wrote. Reads all values, in bounded memory. Minimum,
+    maximum, mean and norm are those of finite elements.
+    """
+    _look(path, takes_files=True)
+    from torch_dcpx.cli.stats import run_stats
+
+    return run_stats(path, keys, rank=rank, limit=limit, as_json=as_json)
 
 
 @app.command(example="dcpx export ckpt/step-200 model.safetensors -k 'model.*'")

@@ -29,7 +29,7 @@ import click
 from rich import progress
 from rich.console import Console
 
-from torch_dcpx._text import aligned, printable
+from torch_dcpx._text import aligned, counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
@@ -37,6 +37,7 @@ from torch_dcpx.errors import (
     RepairError,
     ShortReadError,
 )
+from torch_dcpx.views.tables import Shown
 
 FINE, UNSOUND, CANNOT, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
@@ -199,6 +200,16 @@ def _common_modules(names: Sequence[str]) -> str:
 
 def _is_styled() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
+
+
+def put_result(result: Shown, limit: int) -> None:
+    """Prints the table of a result, its first `limit` rows (0: all), and its head below."""
+    columns, rows = result.table()
+    more = len(rows) - limit if 0 < limit < len(rows) else 0
+    if rows:
+        put_table(columns, rows[:limit] if more else rows)
+    left = f" ({counted(more, 'row')} not shown)" if more else ""
+    put_lines([result.head() + left])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +141,8 @@ class _Window:
         self._wants_commits = not has_stock_hooks(planner, ("commit_tensor",))
         # A user's own hooks may convert what is stored as another dtype than it is said to be.
         may_convert = (self._makes_targets or self._wants_commits) and not is_any_order(planner)
-        self._outline = None if may_convert else outline_of(stored)
+        # Not a method: it would keep this window, and the state, until the garbage is collected.
+        self._check_dtype = partial(_check_dtype, None if may_convert else outline_of(stored))
         self._bytes = BytesFinisher(planner, transforms, options, self._check_dtype)
         # Whether targets are the state's own tensors, which no hook waits for.
         has_state = has_plain_state(planner) and not meeting
@@ -191,21 +193,6 @@ class _Window:
             self._add_bytes(item, located, descriptors)
         else:
             self._add_tensor(item, located)
-
-    def _check_dtype(self, item: ReadItem, dtype: torch.dtype, path: str) -> None:
-        """Raises CorruptionError where a tensor in a file of stock's has another dtype than the
-        metadata says. Our own files were checked, and a planner may have converted what they hold.
-        """
-        fqn = item.storage_index.fqn
-        entry = self._outline(fqn) if self._outline is not None else None
-        if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
-            raise CorruptionError(
-                f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
-                f"{entry.properties.dtype}; where the save's planner converted it, torch's "
-                "FileSystemReader loads it, or a planner with a commit_tensor of its own",
-                fqn=fqn,
-                path=path,
-            )
 
     def _claim(self, item: ReadItem, target: torch.Tensor) -> Claim | None:
         """Returns the memory of a target; None where it has none, or no strides."""
@@ -372,3 +359,19 @@ def read_items(
         _note_touched(error, window.touched)
         raise
     return ReadCounts(len(found.items), window.torch_items, window.engine_s, window.finish_s)
+
+
+def _check_dtype(outline: Any, item: ReadItem, dtype: torch.dtype, path: str) -> None:
+    """Raises CorruptionError where a tensor in a file of stock's has another dtype than the
+    metadata says. Our own files were checked, and a planner may have converted what they hold.
+    """
+    fqn = item.storage_index.fqn
+    entry = outline(fqn) if outline is not None else None
+    if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != dtype:
+        raise CorruptionError(
+            f"'{fqn}' is stored in '{path}' as {dtype}, the metadata says "
+            f"{entry.properties.dtype}; where the save's planner converted it, torch's "
+            "FileSystemReader loads it, or a planner with a commit_tensor of its own",
+            fqn=fqn,
+            path=path,
+        )

@@ -19,10 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torch_dcpx._gc import paused_gc
-from torch_dcpx._globs import chosen_names
 from torch_dcpx._text import counted, human_bytes
-from torch_dcpx.checkpoint.load_checks import NearNames
-from torch_dcpx.errors import UnknownNameError, must_be
 from torch_dcpx.integrity.contents import (
     Contents,
     commits_among,
@@ -39,10 +36,10 @@ from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
 from torch_dcpx.storage.object_url import Location, location_of
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.views.chosen import chosen, globs_of
 from torch_dcpx.views.items import FileSize, Item, Items, Rows, name_of
 from torch_dcpx.views.tables import Shown, Table
 
-_MAX_SHOWN = 5  # names in an error
 _MAX_DTYPES = 4  # in a head
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")  # first modules of names
 
@@ -213,14 +210,14 @@ class Inspection(Shown):
 
 
 @paused_gc()
-def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] = ()) -> Inspection:
+def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Inspection:
     """Looks at the metadata of a checkpoint of torch-dcpx or of stock DCP, or at an export.
 
     Reads no data and executes nothing. `print` shows it, and so does a notebook.
 
     Args:
         path: of a directory, a URL of a store, or what `export` wrote.
-        keys: names, or globs (`fnmatch`, case matters) of names: one, or several. Default: all.
+        keys: names, or globs (`fnmatch`, case matters) of names: one, or several. Default None: all.
 
     Raises:
         UnknownNameError: a name is not stored, and a glob matches nothing.
@@ -228,9 +225,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] = ()) -> Ins
         CorruptionError, UnsafePickleError: the metadata is damaged, or asks for a class.
         StorageError, UnsupportedError, OptionError: it cannot be read; an argument cannot work.
     """
-    globs = [keys] if isinstance(keys, str) else list(keys)
-    if not all(isinstance(glob, str) for glob in globs):
-        raise must_be("keys", keys, "a name or glob, or several of them")
+    globs = globs_of(keys)
     where = location(path)
     with being_read(where), open_contents(where) as contents:
         if contents.artifact is not None:
@@ -238,7 +233,9 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] = ()) -> Ins
         else:
             found = described_in(contents.place, contents.look)
     if globs:
-        found = _chosen(found, globs, str(where))
+        stored = dict.fromkeys(fqn for each in found for fqn in each.fqns)
+        wanted = frozenset(chosen(stored, globs, f"'{where}'"))
+        found = [replace(each, fqns=list(filter(wanted.__contains__, each.fqns))) for each in found]
     return Inspection(str(where), tuple(found))
 
 
@@ -286,25 +283,3 @@ def _described_artifact(contents: Contents, name: str) -> Described:
     where = str(contents.place.path), name, form, ""
     fqns, saved_s = list(entries), contents.look.modified_s(name)
     return Described(*where, fqns, len(fqns), files, form, saved_s, metadata)
-
-
-def _chosen(found: Sequence[Described], keys: Sequence[str], path: str) -> list[Described]:
-    """Returns them with the names that one of the keys means. Raises: UnknownNameError."""
-    stored = dict.fromkeys(fqn for each in found for fqn in each.fqns)
-    chosen: set[str] = set()
-    for key in keys:
-        fits = chosen_names(stored, (key,))
-        if not fits:
-            raise _unknown(key, list(stored), path)
-        chosen.update(fits)
-    return [replace(each, fqns=[fqn for fqn in each.fqns if fqn in chosen]) for each in found]
-
-
-def _unknown(key: str, stored: Sequence[str], path: str) -> UnknownNameError:
-    nearest = NearNames(stored).nearest(key)
-    shown = ", ".join(map(repr, nearest or stored[:_MAX_SHOWN]))
-    more = "" if nearest or len(stored) <= _MAX_SHOWN else ", ..."
-    lead = "did you mean" if nearest else f"it holds {counted(len(stored), 'item')}"
-    way = f"{lead}: {shown}{more}" if shown else lead
-    message = f"'{path}' holds nothing that {key!r} fits; {way}"
-    return UnknownNameError(message, fqn=key, path=path, nearest=tuple(nearest))

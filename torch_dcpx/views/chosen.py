@@ -1,0 +1,46 @@
+"""The names that `keys` of `inspect`, `diff` and `stats` mean."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch_dcpx._globs import chosen_names, unmatched
+from torch_dcpx._text import counted
+from torch_dcpx.checkpoint.load_checks import NearNames
+from torch_dcpx.errors import UnknownNameError, must_be
+
+_MAX_SHOWN = 5  # names in an error
+
+
+def globs_of(keys: str | Iterable[str] | None) -> list[str] | None:
+    """Returns keys as a list, None for all. Raises: OptionError: they are no names and globs."""
+    given: Any = (keys,) if isinstance(keys, str) else keys
+    if given is None:
+        return None
+    wrong = "None, a name or glob, or several of them"
+    if not isinstance(given, Iterable) or isinstance(given, (bytes, Mapping)):
+        raise must_be("keys", keys, wrong)
+    globs = list(given)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise must_be("keys", keys, wrong)
+    return globs
+
+
+def chosen(names: Collection[str], keys: str | Iterable[str] | None, where: str) -> list[str]:
+    """Returns the names that keys mean, in their order; None means all.
+
+    Raises: UnknownNameError: a key means none of them, which lie `where`. OptionError.
+    """
+    globs = globs_of(keys)
+    if globs is None:
+        return list(names)
+    for glob in unmatched(names, globs):
+        near = NearNames(names).nearest(glob)
+        some = near or list(names)[:_MAX_SHOWN]
+        more = "" if near or len(names) <= _MAX_SHOWN else ", ..."
+        lead = "did you mean" if near else f"there {counted(len(names), 'item is', 'items are')}"
+        way = f"{lead}: {', '.join(map(repr, some))}{more}" if some else lead
+        wrong = f"{where}: {glob!r} is no name there, nor a glob of some; {way}"
+        raise UnknownNameError(wrong, fqn=glob, nearest=tuple(near))
+    return chosen_names(names, globs)

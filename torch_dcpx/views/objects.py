@@ -1,0 +1,205 @@
+"""Python objects of two checkpoints: where they differ first, and short texts of them.
+
+No code of a user's class runs but for objects that a reader was told to make (`safe_globals`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pickle
+import reprlib
+import types
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_dcpx._text import printable
+
+_MOST_CHARS = 60
+# Of these modules no value holds others, or it prints few of them.
+_LEAVES_OF = frozenset(
+    ("builtins", "datetime", "decimal", "fractions", "numpy", "pathlib", "torch", "uuid")
+)
+_ABSENT = object()  # stands where one side has nothing
+
+
+class Tolerance(NamedTuple):
+    """What may lie between two floats: |a - b| <= atol + rtol * |b|, as of `torch.isclose`."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.rtol > 0 or self.atol > 0
+
+    def takes(self, a: float, b: float) -> bool:
+        """Returns whether two floats are equal: the same bits, two NaNs, or near enough."""
+        if math.isnan(a) or math.isnan(b):
+            return math.isnan(a) and math.isnan(b)
+        if a == b:
+            return bool(self) or math.copysign(1, a) == math.copysign(1, b)
+        return math.isfinite(a - b) and abs(a - b) <= self.atol + self.rtol * abs(b)
+
+
+class Place(NamedTuple):
+    """The first place where two objects differ."""
+
+    path: str  # such as "['betas'][0]"; empty: they are no containers
+    a: str
+    b: str
+
+
+def first_difference(a: Any, b: Any, tolerance: Tolerance) -> Place | None:
+    """Returns where two objects differ first; None if they are equal.
+
+    They are equal if their classes and values are, at every place: the keys 1 and True differ, and
+    so do the orders of OrderedDicts, but not those of plain dicts. A NaN equals a NaN. What can
+    not be compared differs.
+    """
+    seen: set[tuple[int, int]] = set()  # containers may hold themselves, or one thing many times
+    left = [(a, b, "")]
+    while left:
+        one, two, path = left.pop()
+        if one is two:
+            continue
+        parts = _parts(one, two)
+        if parts is None:
+            if not _are_equal(one, two, tolerance):
+                return Place(path, short(one), short(two))
+        elif (id(one), id(two)) not in seen:
+            seen.add((id(one), id(two)))
+            left += [(x, y, _joined(path, step)) for step, x, y in reversed(list(parts))]
+    return None
+
+
+def _joined(path: str, step: str) -> str:
+    whole = path + step
+    return whole if len(whole) <= _MOST_CHARS else f"...{whole[3 - _MOST_CHARS :]}"
+
+
+def short(value: Any) -> str:
+    """Returns a value as one short line."""
+    if value is _ABSENT:
+        return ""
+    if type(value) is _Order:
+        return f"order {short(value.keys)}"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (bytes, bytearray)):
+        more = "..." if len(value) > _MOST_CHARS // 2 else ""
+        text = f"{bytes(value[: _MOST_CHARS // 2])!r}{more}"
+    else:
+        try:
+            text = _SHORT.repr(value)
+        except (ValueError, RecursionError):  # an int of more digits than Python prints
+            text = type(value).__name__
+    text = printable(" ".join(text.split("\n")))
+    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+
+
+class _ShortRepr(reprlib.Repr):
+    """Makes texts whose length, and time, no depth and no shared part of a value can raise."""
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """Returns the text of what `reprlib` knows no better."""
+        name = type(x).__name__
+        for kind in (dict, list, tuple, set, frozenset):
+            if isinstance(x, kind):
+                return f"{name}({getattr(self, f'repr_{kind.__name__}')(x, level)})"
+        if isinstance(x, (argparse.Namespace, types.SimpleNamespace)):
+            return f"{name}({self.repr_dict(vars(x), level)})"
+        if type(x).__module__ not in _LEAVES_OF:
+            return f"{name}(...)"
+        return super().repr_instance(x, level)
+
+
+def _short_repr() -> _ShortRepr:
+    made = _ShortRepr()
+    made.maxlevel = 3
+    for kind in ("dict", "list", "tuple", "set", "frozenset", "deque", "array"):
+        setattr(made, f"max{kind}", 5)
+    made.maxstring = made.maxother = made.maxlong = _MOST_CHARS
+    return made
+
+
+_SHORT = _short_repr()
+
+
+def _parts(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]] | None:
+    """Yields (path, part of a, part of b); None: these are no two containers of one class."""
+    if type(a) is not type(b):
+        return None
+    if isinstance(a, dict):
+        return _items(a, b)
+    if isinstance(a, (list, tuple)):
+        return _elements(a, b)
+    return None
+
+
+def _items(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
+    twins = {_tagged(key): key for key in b}
+    for key, value in a.items():
+        twin = twins.pop(_tagged(key), _ABSENT)
+        yield f"[{short(key)}]", value, _ABSENT if twin is _ABSENT else b[twin]
+    for key in twins.values():
+        yield f"[{short(key)}]", _ABSENT, b[key]
+    if isinstance(a, OrderedDict):
+        yield ".keys()", _Order(a), _Order(b)
+
+
+def _elements(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    for number in range(max(len(a), len(b))):
+        one, two = (each[number] if number < len(each) else _ABSENT for each in (a, b))
+        yield f"[{number}]", one, two
+
+
+class _Order:
+    """The keys of an OrderedDict, in order."""
+
+    def __init__(self, source: dict[Any, Any]) -> None:
+        self.keys = list(source)
+        self._keys = list(map(_tagged, source))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Order) and self._keys == other._keys
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._keys))
+
+
+def _tagged(key: Any) -> Any:
+    """Returns a key that is equal to keys of the same classes alone: 1, 1.0 and True differ."""
+    if type(key) in (tuple, frozenset):
+        return type(key), type(key)(map(_tagged, key))
+    if type(key) is float:
+        return float, "nan" if math.isnan(key) else (key, math.copysign(1, key))
+    return type(key), key
+
+
+def _are_equal(a: Any, b: Any, tolerance: Tolerance) -> bool:
+    """Compares two values that are no containers, or not of one class."""
+    if type(a) is not type(b):
+        return False
+    if type(a) is float:
+        return tolerance.takes(a, b)
+    if type(a) is complex:
+        return tolerance.takes(a.real, b.real) and tolerance.takes(a.imag, b.imag)
+    if isinstance(a, torch.Tensor):
+        is_alike = a.dtype == b.dtype and a.shape == b.shape
+        return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
+    if type(a) in (set, frozenset):
+        return set(map(_tagged, a)) == set(map(_tagged, b))
+    if type(a) in (int, bool, str, bytes, type(None), _Order):
+        return bool(a == b)
+    try:
+        return pickle.dumps(a) == pickle.dumps(b)
+    except Exception:  # noqa: BLE001  (a class may raise anything; these two stay unlike)
+        return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
