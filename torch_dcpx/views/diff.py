@@ -1,8 +1,9 @@
 """`dcpx.diff`: how two checkpoints differ: names, shapes, dtypes, then values.
 
 Values are read, and compared with their checksums on the way (of stock's archives before): what is
-damaged is an error, on both sides alike, too. With `quick` recorded checksums are compared, wherever both checkpoints cut a
-tensor alike; the others are read. Tensors are read in slices of a bounded number of bytes.
+damaged is an error, on both sides alike, too. With `quick` recorded checksums are compared where
+both checkpoints cut a tensor alike; the others are read. Tensors are read in slices of a bounded
+number of bytes.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
 
     Args:
         path: of a directory, a URL of a store, or what `export` wrote.
-        keys: names, or globs (`fnmatch`, case matters) of names: one, or several. Default None: all.
+        keys: names, or globs (`fnmatch`, case matters) of names: one, or several. None: all.
 
     Raises:
         UnknownNameError: a name is not stored, and a glob matches nothing.
