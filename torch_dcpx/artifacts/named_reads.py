@@ -98,6 +98,12 @@ class NamedReads:
         self._read(state)
         return state[name]
 
+    def read_objects(self, names: Sequence[str]) -> dict[str, Any]:
+        """Returns objects, read at once. Raises: as `read_object`, for the first that fails."""
+        stored: dict[str, Any] = {name: None for name in names if name not in self._reader.objects}
+        self._read(stored)
+        return {name: stored[name] if name in stored else self.read_object(name) for name in names}
+
     def read_part(self, name: str, index: Any) -> torch.Tensor:
         """Returns what `index` takes of a tensor. Raises: as `LazyTensor.__getitem__`."""
         sizes = tuple(self.tensors[name].size)

@@ -284,16 +284,23 @@ def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json
 @click.option("--out", type=_PATH, default="trace.json", show_default=True, help="the merged trace")
 @click.option("--save-id", help="of this save or load; default: the newest")
 @click.option("--all", "takes_all", is_flag=True, help="all saves and loads")
+@_HTML
+@_OVERWRITE
 @command
-def trace(folder: Path, out: Path, as_json: bool, save_id: str | None, takes_all: bool) -> int:
+def trace(
+    folder: Path, out: Path, html: Path | None, overwrite: bool, as_json: bool, **choices: Any
+) -> int:
     """Merge the traces of all ranks that DCPX_TRACE_DIR=DIR left, and show which phase took long.
 
-    Open the merged file in ui.perfetto.dev. Ranks are placed by the clocks of their machines. A row
-    "worker: write" is the mean over the workers of a rank.
+    --html draws them; the merged file opens in ui.perfetto.dev, too. Ranks are placed by the clocks
+    of their machines. A row "worker: write" is the mean over the workers of a rank.
     """
+    page = _page(html, is_replacing=overwrite)
+    if html is not None and html.absolute() == out.absolute():
+        raise click.UsageError("--html and --out name one file")
     from torch_dcpx.cli.trace import run_trace
 
-    return run_trace(folder, out, save_id=save_id, takes_all=takes_all, as_json=as_json)
+    return run_trace(folder, out, as_json=as_json, page=page, **choices)
 
 
 @app.command()

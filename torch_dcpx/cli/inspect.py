@@ -140,7 +140,7 @@ def show(
     nothing = "" if not keys or any(each.fqns for each in found) else _no_name(path, keys)
     code = UNSOUND if nothing or any(each.faults for each in found) else FINE
     if page is not None:
-        page.write("inspect", inspect_data(str(path), keys, found))
+        page.write("inspect", inspect_data(path, keys, found))
     if as_json:
         put_json([_json(each, with_chunks) for each in found])
     else:
