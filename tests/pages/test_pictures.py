@@ -26,6 +26,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)  # so that the paths on the pages are short, and the same
         save_language_model(Path("a"))
         write_traces(Path("traces"), patch)
+        patch.delenv("DCPX_TRACE_DIR")  # to inspect is to read, which would leave one, too
         for args in (["inspect", "a"], ["trace", "traces", "--out", "out.json"]):
             result = CliRunner().invoke(app, [*args, "--html", f"{args[0]}.html"])
             assert result.exit_code == 0, result.output
@@ -104,6 +105,13 @@ def test_comparison_sees_what_somebody_breaks(
 
 
 def test_comparison_bears_another_font(page: Any, helper: Any, drawn: Path, tmp_path: Path) -> None:
+    page.add_init_script("""
+        const font = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "font");
+        const set = function (text) {
+            font.set.call(this, text.replace(/system-ui.*|sans-serif/, "monospace"));
+        };
+        Object.defineProperty(CanvasRenderingContext2D.prototype, "font", { ...font, set });
+    """)
     for name in PAGES:
         shown(page, drawn / f"{name}.html", 1280, "light")
         page.evaluate("() => { document.body.style.fontFamily = 'serif'; }")

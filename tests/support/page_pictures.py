@@ -21,8 +21,10 @@ IS_NEW = os.environ.get("DCPX_NEW_PICTURES", "") not in ("", "0")
 COLUMNS, ROWS = 16, 8  # cells of a coarse picture
 _EDGE = 4  # pixels that a left edge or a width may differ by
 _HEIGHT = 0.35  # share that a height may differ by, as texts fold elsewhere
-_CELL = 40  # of 255: by which a channel of a cell differs, so that the cell counts
-_CELLS = 0.12  # share of cells that may
+# Of 255, what a cell may differ by: in a channel; and in its hue, which texts change little.
+_CHANNEL = {"drawing": 24, "text": 60}
+_HUE = 12  # of a drawing
+_CELLS = 0.08  # share of cells that may differ by more
 
 _BLOCKS = "h1, .facts, .faults, h2, .legend, .ramp, .fields, .zoom, .chart, .scroll, details"
 
@@ -103,17 +105,23 @@ def differences(found: list[Block], name: str) -> list[str]:
 
 def _unlike(one: Block, two: Block) -> list[str]:
     wrong = []
+    if two.what.startswith("ramp"):  # it stands in a line of text
+        one = one._replace(left=two.left)
     for name, edge in (("left", _EDGE), ("width", _EDGE), ("height", _HEIGHT * two.height + 12)):
         # As wide as their texts: a button, a legend's bar, a folded list.
         is_by_text = name == "width" and two.what in ("details", "zoom")
         a, b = getattr(one, name), getattr(two, name)
         if abs(a - b) > edge and not is_by_text:
             wrong.append(f"its {name} is {a}, not {b}")
-    cells = [
-        max(abs(a - b) for a, b in zip(one.cells[at : at + 3], two.cells[at : at + 3], strict=True))
-        for at in range(0, 3 * COLUMNS * ROWS, 3)
-    ]
-    many = sum(each > _CELL for each in cells)
-    if many > _CELLS * len(cells):
-        wrong.append(f"{many} of {len(cells)} cells have other colours")
+    starts = range(0, 3 * COLUMNS * ROWS, 3)
+    kind = "drawing" if two.what.startswith("chart") else "text"
+    many = sum(_is_unlike(one.cells[at : at + 3], two.cells[at : at + 3], kind) for at in starts)
+    if many > _CELLS * len(starts):
+        wrong.append(f"{many} of {len(starts)} cells have other colours")
     return wrong
+
+
+def _is_unlike(one: bytes, two: bytes, kind: str) -> bool:
+    red, green, blue = (a - b for a, b in zip(one, two, strict=True))
+    hue = max(abs(red - green), abs(blue - green)) if kind == "drawing" else 0
+    return max(abs(red), abs(green), abs(blue)) > _CHANNEL[kind] or hue > _HUE

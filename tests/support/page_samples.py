@@ -92,7 +92,8 @@ def write_traces(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 4) -> Non
             for worker in range(2)
             for number, at in enumerate(range(write[0], write[1], length))
         ]
-        timeline._jobs.append((9, b"".join(spans), b""))
+        sums = [timelines._SPAN.pack(5, 5 * length, 5 << 20, kind, 0) for kind in kinds]
+        timeline._jobs.append((9, b"".join(spans), b"".join(sums)))
         write_if_asked(timeline)
 
 

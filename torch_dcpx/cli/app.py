@@ -121,7 +121,8 @@ def inspect(
 ) -> int:
     """Show the names, dtypes, shapes, chunks and files of a checkpoint or an export. Reads no data.
 
-    Exits with 1 if a file is missing or has a wrong size, or if no name fits a --key.
+    --html reads values of a few small objects. Exits with 1 if a file is missing or has a wrong
+    size, or if no name fits a --key.
     """
     _look(path, takes_files=True)
     page = _page(html, is_replacing=overwrite)

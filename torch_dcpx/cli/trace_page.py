@@ -54,8 +54,8 @@ def trace_data(
 def _operation(traces: Sequence[Trace], rows: Iterable[Any], events_of: Any) -> dict[str, Any]:
     about = traces[0].about
     origin_ns = min(trace.about["origin_ns"] for trace in traces)
-    longest = sorted(traces, key=lambda trace: -max(trace.about["seconds"].values(), default=0))
-    with_workers = {id(trace) for trace in longest[:_MOST_RANKS]}
+    busiest = sorted(traces, key=_worked_s, reverse=True)
+    with_workers = {id(trace) for trace in busiest[:_MOST_RANKS]}
     names: dict[str, int] = {}
     found: list[_Row] = []
     for trace in sorted(traces, key=lambda trace: trace.about["rank"]):
@@ -74,6 +74,12 @@ def _operation(traces: Sequence[Trace], rows: Iterable[Any], events_of: Any) -> 
         "names": list(map(printable, names)),
         "rows": [row._asdict() for row in found],
     }
+
+
+def _worked_s(trace: Trace) -> float:
+    """Returns the seconds of a rank's workers: phases may wait for other ranks."""
+    seconds = trace.about["seconds"].items()
+    return sum(each for name, each in seconds if name.startswith("worker: "))
 
 
 def _rows(
@@ -102,7 +108,9 @@ def _rows(
         drawn = [event for event in own if is_worker or event.get("cat") == "phase"]
         boxes = _merged(drawn, shift_us, end / _FINEST, names)
         found.append(_Row(rank, host, labels.get(tid, f"thread {tid}"), is_worker, boxes))
-    return sorted(found, key=lambda row: (row.is_worker, len(row.label), row.label))
+    workers = [row for row in found if row.is_worker]
+    workers.sort(key=lambda row: (len(row.label), row.label))  # 2 before 10
+    return [*(row for row in found if not row.is_worker), *workers]
 
 
 def _merged(

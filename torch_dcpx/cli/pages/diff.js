@@ -34,7 +34,7 @@ function rampAt(rel) {
 
 /** Returns a number of the data: null where there is none; infinities and NaN are texts there. */
 const numberOf = (value) => (value === null || value === undefined ? null : Number({ inf: Infinity, "-inf": -Infinity }[value] ?? value));
-const digits = (value) => (value === null ? "" : String(Number(value.toPrecision(3))));
+const digits = (value) => (value === null ? "" : (value && Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3)))));
 
 function showDiff() {
   const { items } = data;
@@ -113,7 +113,8 @@ function changes({ kinds, rels, maxima, markOf }) {
     ...KINDS.map((kind) => el("option", { value: kind.what }, MEANS[kind.what])));
   const place = el("div", {});
   const hasNumbers = [...rels, ...maxima].some((value) => value !== null);
-  const order = [...kinds.keys()].sort((one, two) => kinds[one] - kinds[two] || (rels[two] ?? -1) - (rels[one] ?? -1) || one - two);
+  const weightOf = (item) => (Number.isNaN(rels[item]) ? Number.MAX_VALUE : Math.min(Number.MAX_VALUE, rels[item] ?? -1));
+  const order = [...kinds.keys()].sort((one, two) => kinds[one] - kinds[two] || weightOf(two) - weightOf(one) || one - two);
   function list() {
     const wanted = input.value.trim().toLowerCase();
     const isShown = (item) => (pick.value === "all" || (pick.value === "changed" ? kinds[item] !== EQUAL : items.what[item] === pick.value)) && lower[item].includes(wanted);

@@ -113,7 +113,7 @@ function coloredModules(found, values, choose) {
   return [el("div", { class: "fields" }, el("label", {}, "Colour", pick)), place, map.element];
 }
 
-/** Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than half. */
+/** Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than two thirds. */
 function byPart({ items }) {
   const split = items.name.map((name) => name.split(".", MAX_DEPTH).map((part) => (/^\d+$/.test(part) ? "*" : part)));
   const made = (own, depth) => ({ own, depth, bytes: sum(own.map((item) => items.nbytes[item])) });
@@ -122,7 +122,7 @@ function byPart({ items }) {
   for (;;) {
     const [largest, ...rest] = parts.sort((one, two) => two.bytes - one.bytes);
     const isWhole = largest.own.every((item) => split[item].length === largest.depth);
-    if (isWhole || (rest.length && largest.bytes * 2 < all)) break;
+    if (isWhole || (rest.length && largest.bytes * 3 < all * 2)) break;
     const groups = new Map();
     for (const item of largest.own) {
       const key = split[item][largest.depth] ?? "";
@@ -131,6 +131,10 @@ function byPart({ items }) {
     }
     if (rest.length + groups.size > HUES.length) break;
     parts = [...rest, ...[...groups.values()].map((own) => made(own, largest.depth + 1))];
+  }
+  for (const part of parts) { // what all its names begin with
+    const isShared = (item) => split[item].length > part.depth + 1 && split[item][part.depth] === split[part.own[0]][part.depth];
+    while (part.own.length && part.own.every(isShared)) part.depth += 1;
   }
   const keys = new Int32Array(items.name.length);
   parts.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));

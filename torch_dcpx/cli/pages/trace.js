@@ -12,6 +12,7 @@ const NAME_HUES = {
 };
 
 function timeText(us) {
+  if (us === 0) return "0 s";
   if (us < 1000) return `${Math.round(us)} µs`;
   const [value, unit] = us < 1e6 ? [us / 1000, "ms"] : [us / 1e6, "s"];
   return `${Number(value.toPrecision(4))} ${unit}`;
@@ -35,7 +36,8 @@ function showTrace() {
 
 function operation(one) {
   const end = Math.max(1, ...one.rows.map(endOf));
-  const slowest = one.phases.reduce((most, row) => (!most || (!row.phase.includes(":") && row.max_s > most.max_s) ? row : most), null);
+  const work = one.phases.filter((row) => !row.phase.includes(":") && !WAITING.includes(row.phase));
+  const slowest = work.reduce((most, row) => (!most || row.max_s > most.max_s ? row : most), null);
   const rows = one.phases.map((row) => [el("span", { class: "marked" }, swatch(() => paintOf(row.phase.replace("worker: ", ""))), row.phase),
     countText(row.ranks), row.min_s.toFixed(3), row.median_s.toFixed(3), row.max_s.toFixed(3), `rank ${row.slowest}`]);
   return [
@@ -114,7 +116,8 @@ function timeline(one, end) {
       if (band % 2 === 0) drawn.push({ x: 0, y, width, height: high, tone: color("panel") });
     });
     for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) {
-      drawn.push({ x: at(tick), y: 0, width: 1, height: bottom, tone: color("line"), text: timeText(tick), ink: color("soft"), place: [4, 6] });
+      const text = at(tick) + widthOf(timeText(tick)) + 8 < width ? timeText(tick) : "";
+      drawn.push({ x: at(tick), y: 0, width: 1, height: bottom, tone: color("line"), text, ink: color("soft"), place: [4, 6] });
     }
     rows.forEach((row, nth) => {
       const y = AXIS + nth * high;
@@ -169,7 +172,7 @@ function timeline(one, end) {
     redraw();
   });
   describe();
-  const few = one.rows.some((row) => row.is_worker) && one.ranks_with_workers < one.ranks ? ` Workers are those of the ${one.ranks_with_workers} ranks that took longest.` : "";
+  const few = one.rows.some((row) => row.is_worker) && one.ranks_with_workers < one.ranks ? ` Workers are those of the ${one.ranks_with_workers} ranks whose workers took longest.` : "";
   return el("section", {}, el("h2", {}, "Timeline"),
     el("p", { class: "hint" }, `A row is a thread of a rank, or a worker of its engine. Click a box to go near it.${few}`),
     el("div", { class: "fields" }, el("label", {}, "Rows", pick)),
