@@ -6,7 +6,7 @@ ranks, those that took longest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch_dcpx._text import printable
@@ -30,7 +30,10 @@ class _Row(NamedTuple):
 
 
 def trace_data(
-    traces: Sequence[Trace], rows_of: Any, events_of: Any, path: object
+    traces: Sequence[Trace],
+    rows_of: Callable[[list[Trace]], list[dict[str, Any]]],
+    events_of: Callable[[Trace], list[dict[str, Any]]],
+    path: object,
 ) -> dict[str, Any]:
     """Returns what the page shows.
 
@@ -51,7 +54,11 @@ def trace_data(
     }
 
 
-def _operation(traces: Sequence[Trace], rows: Iterable[Any], events_of: Any) -> dict[str, Any]:
+def _operation(
+    traces: Sequence[Trace],
+    rows: list[dict[str, Any]],
+    events_of: Callable[[Trace], list[dict[str, Any]]],
+) -> dict[str, Any]:
     about = traces[0].about
     origin_ns = min(trace.about["origin_ns"] for trace in traces)
     busiest = sorted(traces, key=_worked_s, reverse=True)
@@ -79,7 +86,7 @@ def _operation(traces: Sequence[Trace], rows: Iterable[Any], events_of: Any) -> 
 def _worked_s(trace: Trace) -> float:
     """Returns the seconds of a rank's workers: phases may wait for other ranks."""
     seconds = trace.about["seconds"].items()
-    return sum(each for name, each in seconds if name.startswith("worker: "))
+    return sum(float(each) for name, each in seconds if name.startswith("worker: "))
 
 
 def _rows(
