@@ -108,7 +108,7 @@ def test_comparison_bears_another_font(page: Any, helper: Any, drawn: Path, tmp_
     page.add_init_script("""
         const font = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "font");
         const set = function (text) {
-            font.set.call(this, text.replace(/system-ui.*|sans-serif/, "monospace"));
+            font.set.call(this, text.replace(/system-ui.*|sans-serif/, "serif"));
         };
         Object.defineProperty(CanvasRenderingContext2D.prototype, "font", { ...font, set });
     """)
