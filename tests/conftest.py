@@ -6,6 +6,7 @@ Environment (set by the Makefile):
     DCPX_REQUIRE_INSTALLED=1 the tests must import an installed torch_dcpx, not this clone's
     DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
     DCPX_PAGES=1             the tests of pages in a browser (make test-pages)
+    DCPX_NEW_PICTURES=1      draws what these are compared with anew (tests/pages/golden)
     DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
     DCPX_SLOWNESS=X          how slow this machine is; measured without it (support/machine.py)

@@ -1,8 +1,8 @@
-// The parts of ECharts that the pages of `dcpx inspect --html` and `dcpx diff --html` draw with.
+// The parts of ECharts that the pages of `--html` draw with.
 import { init, use } from "echarts/core";
-import { BarChart, CustomChart, TreemapChart } from "echarts/charts";
+import { BarChart, CustomChart } from "echarts/charts";
 import { GridComponent, TooltipComponent } from "echarts/components";
 import { CanvasRenderer } from "echarts/renderers";
 
-use([BarChart, CustomChart, TreemapChart, GridComponent, TooltipComponent, CanvasRenderer]);
+use([BarChart, CustomChart, GridComponent, TooltipComponent, CanvasRenderer]);
 export { init };

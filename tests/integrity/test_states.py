@@ -124,6 +124,7 @@ def test_one_ranks_checkpoint_beside_a_save_of_another(tmp_path: Path) -> None:
         ("", "unfinished"),
         ("\x00\xff nonsense = = pid=x", "saving"),
     ],
+    ids=["far", "container", "here", "none", "nonsense"],
 )
 def test_holder_that_the_kernel_does_not_show_is_found_by_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, kind: str

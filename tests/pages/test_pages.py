@@ -209,7 +209,7 @@ def test_map_of_three_dimensions_shows_those_that_are_cut(page: Any, samples: Pa
 def test_search_without_a_hit_says_so_and_an_object_has_no_map(page: Any, samples: Path) -> None:
     opened(page, samples / "inspect.html")
     page.get_by_label("Part of a name").fill("nothing like it")
-    page.get_by_text("No name holds this text.").wait_for()
+    page.get_by_text("0 of 103 names.").wait_for()
     page.get_by_label("Part of a name").fill("step")
     page.get_by_text("object, ").wait_for()
     assert page.locator(".shards").is_hidden()

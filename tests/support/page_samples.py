@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from support.chunked import chunked, grid
 from support.rank_saves import rows_of, save_ranks
@@ -17,8 +18,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torch_dcpx import timelines
+from torch_dcpx._trace_files import write_if_asked
 from torch_dcpx.metadata.file import encode_metadata
 from torch_dcpx.storage.names import FileEntry
+from torch_dcpx.timelines import Timeline
 
 RANKS = 8
 LAYERS = 6
@@ -63,6 +67,34 @@ def save_language_model(directory: Path, **changes: Any) -> None:
             state[name] = chunked([box], [tensor[box.slices].contiguous()], tensor.shape)
         states.append(state)
     save_ranks(states, directory)
+
+
+def write_traces(folder: Path, patch: pytest.MonkeyPatch, ranks: int = 4) -> None:
+    """Leaves the traces of a save of so many ranks, each slower than the last, two workers each."""
+    patch.setenv("DCPX_TRACE_DIR", str(folder))
+    kinds = [timelines._kinds().index(name) for name in ("copy", "write")]
+    for rank in range(ranks):
+        timeline = Timeline("save", path="/ckpt/step-100", rank=rank)
+        about = {"operation_id": "3f2a" * 8, "_epoch_ns": 0, "host": "node", "pid": 1000 + rank}
+        vars(timeline).update({**about, "_thread_names": {7: "MainThread", 9: "writer"}})
+        begin = 10**11 + rank * 10**7
+        write = begin + 3 * 10**8, begin + (6 + 3 * rank) * 10**8
+        phases = (
+            (7, "plan", begin, write[0]),
+            (9, "write", *write),
+            (9, "vote", write[1], 102 * 10**9),
+        )
+        for thread, name, begin_ns, end_ns in phases:
+            timeline._noted += [(thread, begin_ns, name), (thread, end_ns, "")]
+        length = (write[1] - write[0]) // 10
+        spans = [
+            timelines._SPAN.pack(at, at + length, 1 << 20, kinds[number % 2], worker)
+            for worker in range(2)
+            for number, at in enumerate(range(write[0], write[1], length))
+        ]
+        sums = [timelines._SPAN.pack(5, 5 * length, 5 << 20, kind, 0) for kind in kinds]
+        timeline._jobs.append((9, b"".join(spans), b"".join(sums)))
+        write_if_asked(timeline)
 
 
 def forge_many(directory: Path, tensors: int, *, ranks: int = 8, names: str = "layers") -> None:

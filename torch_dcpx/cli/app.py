@@ -172,8 +172,8 @@ def inspect(
 ) -> int:
     """Show the names, dtypes, shapes, parts and files of a checkpoint or an export.
 
-    Reads no data. "stored" is the size with framing. Exits with 1 if a file is missing or has a
-    wrong size, with 2 if nothing fits a --key.
+    "stored" is the size with framing. --html alone reads values, of a few small objects. Exits with
+    1 if a file is missing or has a wrong size, with 2 if nothing fits a --key.
     """
     _look(path, takes_files=True)
     page = _page(html, is_replacing=overwrite)
@@ -362,18 +362,25 @@ def gc(paths: tuple[Location, ...], delete: bool, grace_s: float | None, as_json
 @app.command(example="dcpx trace traces --out merged.json")
 @click.argument("folder", type=_PATH, metavar="DIR")
 @click.option("--out", type=_PATH, default="trace.json", show_default=True, help="the merged trace")
-@click.option("--overwrite", is_flag=True, help="replace a trace that is at --out")
+@click.option("--overwrite", is_flag=True, help="replace a trace at --out, a page at --html")
 @click.option("--save-id", help="of this save or load; default: the newest")
 @click.option("--all", "takes_all", is_flag=True, help="all saves and loads")
+@_HTML
 @command
-def trace(folder: Path, out: Path, as_json: bool, **choices: Any) -> int:
+def trace(
+    folder: Path, out: Path, html: Path | None, overwrite: bool, as_json: bool, **choices: Any
+) -> int:
     """Merge the traces of all ranks that DCPX_TRACE_DIR=DIR left, and show which phase took long.
 
-    Open the merged file in ui.perfetto.dev. Ranks are placed by the clocks of their machines. A row
-    "worker: write" is the mean over the workers of a rank.
+    --html draws them; the merged file opens in ui.perfetto.dev, too. Ranks are placed by the clocks
+    of their machines. A row "worker: write" is the mean over the workers of a rank.
     """
+    page = None if html is None else _page(html, is_replacing=overwrite)
+    if html is not None and html.absolute() == out.absolute():
+        raise click.UsageError("--html and --out name one file")
     from torch_dcpx.cli.trace import run_trace
 
+    choices |= {"overwrite": overwrite, "page": page}
     return run_trace(folder, out, as_json=as_json, **choices)
 
 

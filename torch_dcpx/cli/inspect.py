@@ -27,7 +27,7 @@ def show(
     """Prints the checkpoint at `path`, and draws it on `page`. Returns the exit code."""
     found = inspect(path, keys)
     if page is not None:
-        page.write("inspect", inspect_data(str(path), keys, found.saves))
+        page.write("inspect", inspect_data(path, keys, found.saves))
     if as_json:
         put_json([_json(each, with_parts) for each in found.saves])
     else:

@@ -7,25 +7,33 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._text import printable
+from torch_dcpx.cli.page_values import read_values
 from torch_dcpx.storage.names import data_file_parts
 
 if TYPE_CHECKING:
+    from torch_dcpx.storage.object_url import Location
     from torch_dcpx.views.inspect import Described
 
 
-def inspect_data(path: str, keys: Sequence[str], found: Iterable[Described]) -> dict[str, Any]:
-    """Returns what the page of `dcpx inspect` shows. Names are escaped as those of the table."""
-    checkpoints = [_checkpoint(one, [printable(key) for key in keys]) for one in found]
+def inspect_data(path: Location, keys: Sequence[str], found: Iterable[Described]) -> dict[str, Any]:
+    """Returns what the page of `dcpx inspect` shows. Names are escaped as those of the table.
+
+    Reads values of a few small objects, which the command itself does not.
+    """
+    checkpoints = [_checkpoint(path, one, [printable(key) for key in keys]) for one in found]
     return {"path": printable(path), "checkpoints": checkpoints}
 
 
-def _checkpoint(found: Described, keys: list[str]) -> dict[str, Any]:
+def _checkpoint(path: Location, found: Described, keys: list[str]) -> dict[str, Any]:
     saved = "" if found.saved_s is None else _time(found.saved_s)
+    values, step = read_values(path, found.metadata_file, found.items)
+    numbers = {fqn: number for number, fqn in enumerate(found.fqns) if fqn in values}
     return {
         "metadata_file": printable(found.metadata_file),
         "written_by": printable(found.writer),
         "save_id": printable(found.save_id),
         "saved": saved,
+        "step": step,
         "keys": keys,
         "faults": list(map(printable, found.faults)),
         "files": {
@@ -33,6 +41,7 @@ def _checkpoint(found: Described, keys: list[str]) -> dict[str, Any]:
             "rank": list(map(_rank, found.files)),
             "found": [size.found or 0 for size in found.files.values()],
         },
+        "values": {"item": [numbers[fqn] for fqn in values], "text": list(values.values())},
         **_items(found),
     }
 

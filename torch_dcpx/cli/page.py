@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from string import Template
 from typing import Any, Literal
@@ -26,7 +27,11 @@ from torch_dcpx.storage.place import PosixPlace
 _ESCAPES = str.maketrans({char: f"\\u{ord(char):04x}" for char in "<>&"})
 _OWN_MARK = b'<meta name="generator" content="dcpx">'
 _MARK_WITHIN_BYTES = 200
-_SCRIPTS = {"inspect": "showInspected();", "diff": "showDiff();"}
+_SCRIPTS = {
+    "inspect": ("modules.js", "inspect.js", "showInspected();"),
+    "diff": ("modules.js", "diff.js", "showDiff();"),
+    "trace": ("trace.js", "showTrace();"),
+}
 
 
 class Page:
@@ -49,7 +54,7 @@ class Page:
         self.path = path
         self.nbytes = 0
 
-    def write(self, kind: Literal["inspect", "diff"], data: dict[str, Any]) -> None:
+    def write(self, kind: Literal["inspect", "diff", "trace"], data: dict[str, Any]) -> None:
         """Writes the page beside, then renames it. Raises: OptionError, StorageError; then there is
         none.
         """
@@ -78,16 +83,33 @@ def _is_own(path: Path) -> bool:
 
 def _rendered(kind: str, data: dict[str, Any]) -> str:
     library = _asset("echarts.min.js")
-    own = "".join(map(_asset, ("common.js", "modules.js", f"{kind}.js"))) + _SCRIPTS[kind]
+    *scripts, call = _SCRIPTS[kind]
+    own = "".join(map(_asset, ("common.js", *scripts))) + call
     digests = " ".join(map(_digest, (library, own)))
     return Template(_asset("page.html")).substitute(
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; "
         "base-uri 'none'; form-action 'none'",
         style=_asset("page.css"),
-        data=json.dumps(data, separators=(",", ":")).translate(_ESCAPES),
+        data=_json(data).translate(_ESCAPES),
         library=library,
         script=own,
     )
+
+
+def _json(data: Any) -> str:
+    """Returns data as JSON; infinities and NaN, which it lacks, are the texts "inf" and "nan"."""
+    try:
+        return json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(data), separators=(",", ":"))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return str(data) if isinstance(data, float) and not isfinite(data) else data
 
 
 def _digest(script: str) -> str:

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 from torch_dcpx._text import counted
 from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
 from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
+from torch_dcpx.cli.page import Page, put_written
+from torch_dcpx.cli.trace_page import trace_data
 from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError
 from torch_dcpx.storage.directory import storage_errors
 
 
-class _Trace(NamedTuple):
+class Trace(NamedTuple):
     """The trace of one rank of one save or load."""
 
     path: Path
@@ -40,11 +42,17 @@ def run_trace(
     takes_all: bool,
     overwrite: bool,
     as_json: bool,
+    page: Page | None,
 ) -> int:
-    """Merges the newest operation in `folder`, or those of an id, or all. Returns the exit code."""
+    """Merges the newest operation in `folder`, or those of an id, or all, and draws them on `page`.
+    Returns the exit code.
+    """
     traces = _chosen(_read_all(folder), folder, save_id, takes_all=takes_all)
     write_trace(_merged(traces), out, overwrite=overwrite)
     rows = _rows(traces)
+    if page is not None:
+        data = trace_data(traces, _rows, lambda trace: _read(trace.path)[1], out)
+        page.write("trace", data)
     errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
     operations = dict.fromkeys(trace.operation for trace in traces)
     if as_json:
@@ -70,15 +78,16 @@ def run_trace(
             for row in rows
         ),
     )
+    put_written(page)
     return FINE
 
 
-def _read_all(folder: Path) -> list[_Trace]:
+def _read_all(folder: Path) -> list[Trace]:
     with storage_errors("read traces in", folder, is_read=True):
         paths = sorted(path for path in folder.iterdir() if _is_named_so(path))
     # Without their events, which are megabytes: a day of training leaves thousands of files.
     found = ((path, _read(path)[0]) for path in paths)
-    traces = [_Trace(path, about) for path, about in found if not about.get("merged")]
+    traces = [Trace(path, about) for path, about in found if not about.get("merged")]
     if not traces:
         text = f"no trace in '{folder}': set {VARIABLE}={folder} where the job runs"
         raise StorageError(text, errno=errno.ENOENT, path=str(folder))
@@ -140,8 +149,8 @@ def _is_time(value: Any) -> bool:
 
 
 def _chosen(
-    traces: list[_Trace], folder: Path, save_id: str | None, *, takes_all: bool
-) -> list[_Trace]:
+    traces: list[Trace], folder: Path, save_id: str | None, *, takes_all: bool
+) -> list[Trace]:
     """Returns the traces to merge: all, or of each rank of one operation the newest. Loads by a
     DcpxReader have the id of their checkpoint, and so may be several.
     """
@@ -159,7 +168,7 @@ def _chosen(
     return list({(*trace.operation, trace.about["rank"]): trace for trace in traces}.values())
 
 
-def _merged(traces: list[_Trace]) -> dict[str, Any]:
+def _merged(traces: list[Trace]) -> dict[str, Any]:
     origin_ns = min(trace.about["origin_ns"] for trace in traces)
     pids = _pids(trace.process for trace in traces)
     events = []
@@ -187,7 +196,7 @@ def _pids(processes: Iterable[tuple[int, str, int]]) -> dict[tuple[int, str, int
     return numbers
 
 
-def _rows(traces: list[_Trace]) -> list[dict[str, Any]]:
+def _rows(traces: list[Trace]) -> list[dict[str, Any]]:
     """Returns the seconds of each phase by rank; of several operations their sums."""
     phases: dict[str, dict[int, float]] = {}
     for trace in traces:

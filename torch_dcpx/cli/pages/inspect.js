@@ -5,6 +5,7 @@ const SHOWN = 100; // rows of a table
 const FIRST = 20; // of these, the largest tensors that show at once
 const MAX_RESULTS = 50; // names that a search lists
 const MAX_DRAWN = 4000; // chunks of one tensor
+const MAX_LEGEND = 16; // colours that a legend names
 
 /** Returns the chunks of an item: [offsets, sizes, number of the file, byte in it, bytes] each. */
 function chunksOf({ items, layouts }, item) {
@@ -29,25 +30,20 @@ function inspected(found) {
     link(item), bytesText(items.nbytes[item]), items.dtype[item], listText(items.shape[item]), countText(items.at[item].length)]));
   const largest = [...tensors].sort((a, b) => items.nbytes[b] - items.nbytes[a]);
   const most = largest.slice(0, SHOWN);
+  const values = valuesOf(found);
   if (all.length) where.choose(largest.length ? largest[0] : all[0]);
   return el("div", {},
     facts([
-      ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id],
+      ["step", found.step ?? ""], ["parameters", parametersOf(items, tensors)], ["dtypes", dtypesOf(items, tensors)],
+      ["bytes of the files", bytesText(sum(files.found))],
       ["tensors", countText(tensors.length)], ["objects", countText(objects.length)],
       ["ranks", ranks.length ? countText(ranks.length) : ""], ["files", countText(files.name.length)],
-      ["bytes of the files", bytesText(sum(files.found))], ["keys", found.keys.join(", ")],
+      ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id], ["keys", found.keys.join(", ")],
     ]),
     ...faultsOf(found.faults),
     el("section", {}, el("h2", {}, "Sizes by module"),
       el("p", { class: "hint" }, "A box is as large as its bytes. Click a module to go into it, a tensor to see where it lies."),
-      treemap(modulesOf(items.name, items.nbytes), {
-        caption: "Bytes by module", mark: () => "", pick: choose,
-        base: (_node, nth) => PALETTE[nth % PALETTE.length],
-        lines: (node, view) => [
-          [bytesText(node.bytes), share(node.bytes, view.bytes)],
-          isModule(node) ? ["", counted(node.count, "name")] : ["", formOf(items, node.item)],
-        ],
-      })),
+      ...coloredModules(found, values, choose)),
     where.section,
     el("section", { class: "two" }, ...byFileAndRank(files, ranks)),
     el("section", {}, el("h2", {}, "Largest tensors"),
@@ -55,9 +51,125 @@ function inspected(found) {
       ...(most.length > FIRST ? [details(`The next ${most.length - FIRST}`, tensorTable(most.slice(FIRST)))] : []),
       ...moreThan(most.length, tensors.length, "the search above finds every one")),
     ...(objects.length ? [el("section", {}, el("h2", {}, "Objects"),
-      el("p", { class: "hint" }, "What is no tensor, such as step counts."),
-      table("Objects", ["name", "#bytes"], objects.slice(0, SHOWN).map((item) => [link(item), bytesText(items.nbytes[item])])),
+      el("p", { class: "hint" }, "What is no tensor, such as step counts. Values of the first few small ones are shown."),
+      table("Objects", ["name", "value", "#bytes"], objects.slice(0, SHOWN).map((item) => [link(item), el("span", { class: "name" }, values.get(item) ?? ""), bytesText(items.nbytes[item])])),
       ...moreThan(SHOWN, objects.length, "the search above finds every one"))] : []));
+}
+
+/** Returns the values that the page has, by number of the name. */
+const valuesOf = ({ values }) => new Map(values.item.map((item, at) => [item, values.text[at]]));
+
+/** Returns the elements of all tensors but the optimizer's, which the names tell. */
+function parametersOf({ name, shape }, tensors) {
+  const isOptimizers = (item) => /^(optim|optimizers?|optimizer_state|optim_state)\./.test(name[item]);
+  const own = tensors.filter((item) => !isOptimizers(item));
+  return countText(sum(own.map((item) => shape[item].reduce((one, two) => one * two, 1))));
+}
+
+function dtypesOf(items, tensors) {
+  const totals = new Map();
+  for (const item of tensors) totals.set(items.dtype[item], (totals.get(items.dtype[item]) || 0) + items.nbytes[item]);
+  const largest = [...totals].sort((one, two) => two[1] - one[1]);
+  const more = largest.length > 4 ? `, ${largest.length - 4} more` : "";
+  return largest.slice(0, 4).map(([dtype, nbytes]) => `${dtype} ${bytesText(nbytes)}`).join(", ") + more;
+}
+
+/** Makes the treemap, with the choice of what its colours mean and their legend. */
+function coloredModules(found, values, choose) {
+  const { items } = found;
+  const ways = { "part of the name": byPart, dtype: byDtype, "rank or file": byHolder };
+  const pick = el("select", { id: "color" }, ...Object.keys(ways).map((way) => el("option", {}, way)));
+  const place = el("div", {});
+  let paint;
+  function recolor() {
+    const { keyOf, labels, hues } = ways[pick.value](found);
+    const totalOf = tallied(labels.length, (total, item) => { total[keyOf(item)] += items.nbytes[item]; });
+    const totals = totalOf(root);
+    paint = (node) => {
+      const total = totalOf(node);
+      const main = total.indexOf(total.reduce((one, two) => Math.max(one, two), 0));
+      return fill(total[main] >= 0.8 * sum(total) ? hues[main] : NO_HUE); // else it is of several
+    };
+    const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => totals[two] - totals[one]);
+    const entries = order.slice(0, MAX_LEGEND).map((key) => [() => fill(hues[key]), `${labels[key]} ${bytesText(totals[key])}`]);
+    const more = order.length > MAX_LEGEND ? [`${order.length - MAX_LEGEND} more`] : [];
+    if (order.length > 1) entries.push([() => fill(NO_HUE), ["a module of several", ...more].join("; ")]);
+    place.replaceChildren(legend(entries));
+  }
+  const root = modulesOf(items.name, items.nbytes);
+  recolor();
+  const map = treemap(root, {
+    caption: "Bytes by module", mark: () => "", pick: choose, paint: (node) => paint(node), detail: (node) => bytesText(node.bytes),
+    lines: (node, view) => [
+      [bytesText(node.bytes), share(node.bytes, view.bytes)],
+      isModule(node) ? ["", counted(node.count, "name")] : ["", formOf(items, node.item)],
+      ...(values.has(node.item) ? [["value", values.get(node.item)]] : []),
+    ],
+  });
+  pick.addEventListener("change", () => {
+    recolor();
+    map.redraw();
+  });
+  return [el("div", { class: "fields" }, el("label", {}, "Colour", pick)), place, map.element];
+}
+
+/** Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than two thirds. */
+function byPart({ items }) {
+  const split = items.name.map((name) => name.split(".", MAX_DEPTH).map((part) => (/^\d+$/.test(part) ? "*" : part)));
+  const made = (own, depth) => ({ own, depth, bytes: sum(own.map((item) => items.nbytes[item])) });
+  let parts = [made([...items.name.keys()], 0)];
+  const all = parts[0].bytes;
+  for (;;) {
+    const [largest, ...rest] = parts.sort((one, two) => two.bytes - one.bytes);
+    const isWhole = largest.own.every((item) => split[item].length === largest.depth);
+    if (isWhole || (rest.length && largest.bytes * 3 < all * 2)) break;
+    const groups = new Map();
+    for (const item of largest.own) {
+      const key = split[item][largest.depth] ?? "";
+      if (!groups.has(key)) groups.set(key, []);
+      groups.get(key).push(item);
+    }
+    if (rest.length + groups.size > HUES.length) break;
+    parts = [...rest, ...[...groups.values()].map((own) => made(own, largest.depth + 1))];
+  }
+  for (const part of parts) { // what all its names begin with
+    const isShared = (item) => split[item].length > part.depth + 1 && split[item][part.depth] === split[part.own[0]][part.depth];
+    while (part.own.length && part.own.every(isShared)) part.depth += 1;
+  }
+  const keys = new Int32Array(items.name.length);
+  parts.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));
+  const labels = parts.map(({ own, depth }) => (own.length ? split[own[0]].slice(0, depth).join(".") || "all" : ""));
+  return { keyOf: (item) => keys[item], labels, hues: HUES };
+}
+
+function byDtype({ items }) {
+  const labels = [...new Set(items.dtype)];
+  return { keyOf: (item) => labels.indexOf(items.dtype[item]), labels: labels.map((one) => one ?? "object"), hues: labels.map((_, at) => HUES[at] || NO_HUE) };
+}
+
+/** Colours by the rank, else the file, that holds all of a tensor, as the map below does its chunks. */
+function byHolder({ items, files, layouts }) {
+  const labels = ["several ranks or files"];
+  const hues = [NO_HUE];
+  const known = new Map();
+  const keys = layouts.map((chunks) => {
+    const holders = new Map(chunks.map((chunk) => [holderOf(files, chunk[2]).label, holderOf(files, chunk[2])]));
+    if (holders.size !== 1) return 0;
+    const [{ label, hue }] = holders.values();
+    if (!known.has(label)) {
+      known.set(label, labels.push(label) - 1);
+      hues.push(hue);
+    }
+    return known.get(label);
+  });
+  return { keyOf: (item) => keys[items.layout[item]], labels, hues };
+}
+
+/** Returns who holds what lies in the file of this number: -1 is none. */
+function holderOf(files, file) {
+  if (file < 0) return { label: "no file", hue: NO_HUE };
+  const rank = files.rank[file];
+  return { label: rank === null ? `file ${file}` : `rank ${rank}`, hue: RANKS[(rank ?? file) % RANKS.length] };
 }
 
 function moreThan(shown, all, way) {
@@ -93,15 +205,17 @@ function byFileAndRank(files, ranks) {
 /** Makes the map of one tensor: a search for its name, its chunks as boxes and as a table. */
 function whereItLies(found) {
   const { items, files } = found;
+  const values = valuesOf(found);
   const lower = items.name.map((name) => name.toLowerCase());
   const input = el("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false" });
-  const results = el("ul", { class: "found", "aria-live": "polite" });
+  const tally = el("p", { class: "hint", "aria-live": "polite", hidden: "" });
+  const results = el("ul", { class: "found" });
   const title = el("h3", { class: "name", id: "chosen" });
   const text = el("p", {});
   const holder = el("div", { class: "chart shards", style: "height:320px" });
   const rows = el("div", {});
-  const ownerOf = (chunk) => (chunk[2] < 0 ? "no file" : files.rank[chunk[2]] === null ? `file ${chunk[2]}` : `rank ${files.rank[chunk[2]]}`);
-  const hueOf = (chunk) => (chunk[2] < 0 ? "#999999" : PALETTE[(files.rank[chunk[2]] ?? chunk[2]) % PALETTE.length]);
+  const ownerOf = (chunk) => holderOf(files, chunk[2]).label;
+  const hueOf = (chunk) => holderOf(files, chunk[2]).hue;
   const fileOf = (chunk) => (chunk[2] < 0 ? "no file" : files.name[chunk[2]]);
   let item = -1;
   let drawing = null;
@@ -112,6 +226,7 @@ function whereItLies(found) {
     title.textContent = items.name[item] || NO_NAME;
     const { note } = map();
     text.textContent = `${formOf(items, item)}, ${bytesText(items.nbytes[item])}, ${counted(chunks.length, "chunk")}. ${note}`;
+    if (values.has(item)) text.append(el("span", { class: "value name" }, values.get(item)));
     const isDrawn = items.dtype[item] !== null && chunks.length > 0 && !items.shape[item].includes(0);
     holder.hidden = !isDrawn;
     holder.setAttribute("aria-label", `Chunks of ${items.name[item]}; the table below lists them`);
@@ -125,13 +240,15 @@ function whereItLies(found) {
     const wanted = input.value.trim().toLowerCase();
     const fitting = wanted ? [...lower.keys()].filter((at) => lower[at].includes(wanted)) : [];
     const buttons = fitting.slice(0, MAX_RESULTS).map((at) => el("li", {}, el("button", { type: "button", class: "name", onclick: () => choose(at) }, items.name[at] || NO_NAME)));
-    results.replaceChildren(...buttons, ...(fitting.length > MAX_RESULTS ? [el("li", { class: "hint" }, `${countText(fitting.length - MAX_RESULTS)} more`)] : []),
-      ...(wanted && !fitting.length ? [el("li", { class: "hint" }, "No name holds this text.")] : []));
+    const listed = fitting.length > MAX_RESULTS ? `; the first ${MAX_RESULTS} are listed` : "";
+    tally.textContent = `${countText(fitting.length)} of ${counted(lower.length, "name")}${listed}.`;
+    tally.hidden = !wanted;
+    results.replaceChildren(...buttons);
     if (fitting.length) choose(fitting.find((at) => lower[at] === wanted) ?? fitting[0]);
   }
   input.addEventListener("input", search);
   const section = el("section", {}, el("h2", {}, "Where a tensor lies"),
-    el("div", { class: "fields" }, el("label", {}, "Part of a name", input)), results, title, text, holder, rows);
+    el("div", { class: "fields" }, el("label", {}, "Part of a name", input)), tally, results, title, text, holder, rows);
   return { section, choose };
 }
 
@@ -190,7 +307,7 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
         return {
           type: "rect", shape: { x, y, width, height },
           style: { fill: fill(hueOf(chunk)), stroke: color("paper"), lineWidth: isLarge ? 1 : 0 },
-          textContent: { type: "text", style: { text: width > 50 && height > 16 ? ownerOf(chunk) : "", fill: color("box-ink"), fontSize: 12 } },
+          textContent: { type: "text", style: { text: widthOf(ownerOf(chunk)) < width - 6 && height > 16 ? ownerOf(chunk) : "", fill: inkOn(fill(hueOf(chunk))), font: FONT } },
           textConfig: { position: "inside" },
         };
       },

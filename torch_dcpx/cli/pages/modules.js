@@ -50,28 +50,39 @@ function lastModule(node) {
   return { node, label: label || node.label };
 }
 
-/** Returns the boxes in a module: those that matter by themselves, the others in groups. */
+/** Orders siblings as numbers count: 2 before 10. */
+const byLabel = new Intl.Collator("en", { numeric: true }).compare;
+const firstLabel = (node) => (node.isGroup ? node.children[0].label : node.label);
+
+const areNumbered = (nodes) => nodes.length > 1 && nodes.every((one) => /^\d/.test(firstLabel(one)));
+
+/** Returns siblings in the order of their numbers, others the largest first. */
+function ordered(nodes) {
+  const natural = [...nodes].sort((one, two) => byLabel(firstLabel(one), firstLabel(two)));
+  return areNumbered(nodes) ? natural : natural.sort((one, two) => two.bytes - one.bytes);
+}
+
+/** Returns the boxes in a module, in order: those that matter by themselves, the others in groups. */
 function boxesIn(node) {
   if (node.boxes) return node.boxes;
-  const all = node.children.filter((one) => one.bytes > 0);
+  const all = ordered(node.children.filter((one) => one.bytes > 0));
   node.boxes = all;
   if (all.length > 3 * MOST) {
     const large = all.filter((one) => one.bytes * 200 >= node.bytes).sort((a, b) => b.bytes - a.bytes).slice(0, MOST);
     const chosen = new Set(large);
-    const rest = all.filter((one) => !chosen.has(one));
+    const rest = all.filter((one) => !chosen.has(one)).sort((one, two) => byLabel(one.label, two.label));
     const part = sum(rest.map((one) => one.bytes)) / node.bytes;
     const groups = Math.min(MOST, Math.max(1, Math.round(MOST * part)));
     const length = Math.ceil(rest.length / groups);
     for (let at = 0; at < rest.length; at += length) {
       const children = rest.slice(at, at + length);
       const ends = `${children[0].label} … ${children[children.length - 1].label}`;
-      const label = children.length === 1 ? children[0].label : `${countText(children.length)}: ${ends}`;
-      const group = { label, parent: node, children, item: -1, isGroup: true };
+      const group = { label: `${countText(children.length)}: ${ends}`, parent: node, children, item: -1, isGroup: true };
       group.bytes = sum(children.map((one) => one.bytes));
       group.count = sum(children.map((one) => one.count));
       large.push(children.length === 1 ? children[0] : group);
     }
-    node.boxes = large;
+    node.boxes = ordered(large);
   }
   return node.boxes;
 }
@@ -97,17 +108,84 @@ function openedModules(view, most) {
 }
 
 /**
+ * Returns a function that gives, for a node, `length` numbers: the sums of what `add(numbers, item)`
+ * adds for each of its names.
+ */
+function tallied(length, add) {
+  const known = new Map();
+  return function of(node) {
+    const total = known.get(node) || new Array(length).fill(0);
+    if (!isModule(node)) add(total, node.item);
+    else if (!known.has(node)) {
+      for (const child of node.children) of(child).forEach((amount, at) => { total[at] += amount; });
+      known.set(node, total);
+    }
+    return total;
+  };
+}
+
+/**
+ * Cuts a rectangle into one for each node, in their order, each as square as that allows: numbered
+ * ones in rows as a text is read, others in strips along the shorter side of what is left.
+ */
+function cutUp(nodes, x, y, width, height) {
+  const rects = [];
+  const isText = areNumbered(nodes);
+  const scale = (width * height) / Math.max(1, sum(nodes.map((one) => one.bytes)));
+  const areas = nodes.map((one) => one.bytes * scale);
+  let at = 0;
+  while (at < nodes.length) {
+    const isColumn = !isText && width >= height; // of the next strip
+    const side = Math.max(1e-9, isColumn ? height : width);
+    let [end, area, worst] = [at, 0, Infinity];
+    while (end < nodes.length) {
+      const grown = area + areas[end];
+      const strip = areas.slice(at, end + 1);
+      const ratio = Math.max((side * side * Math.max(...strip)) / (grown * grown), (grown * grown) / (side * side * Math.min(...strip)));
+      if (ratio > worst) break;
+      [end, area, worst] = [end + 1, grown, ratio];
+    }
+    const depth = area / side;
+    let along = isColumn ? y : x;
+    for (; at < end; at += 1) {
+      const length = areas[at] / Math.max(1e-9, depth);
+      rects.push(isColumn ? [x, along, depth, length] : [along, y, length, depth]);
+      along += length;
+    }
+    if (isColumn) [x, width] = [x + depth, width - depth];
+    else [y, height] = [y + depth, height - depth];
+  }
+  return rects;
+}
+
+const LINE = 15; // pixels of a line of text
+const HEAD = 19; // of the head of an open module
+const HEAD_FONT = `600 ${FONT}`;
+
+/** Returns the lines of a label that a box has place for: whole, or none. */
+function linesThatFit(label, detail, width, height) {
+  const fits = (lines) => lines.length * LINE + 4 <= height && lines.every((line) => widthOf(line) <= width - 8);
+  const folded = [];
+  for (const part of label.split(/(?<=\.)/)) {
+    const last = folded.length - 1;
+    if (last >= 0 && widthOf(folded[last] + part) <= width - 8) folded[last] += part;
+    else folded.push(part);
+  }
+  return [[label, detail], [...folded, detail], [label], folded].find(fits) || [];
+}
+
+/**
  * Makes the treemap with the way to its module above and the same as a list beneath.
  *
- * options: caption; base(node, nth of the view): a colour; mark(node): text before a label;
- * lines(node): pairs for the tooltip; pick(item): called for a tensor that is clicked.
+ * options: caption; paint(node): a colour; mark(node): a text before a label; detail(node): one
+ * behind it; lines(node): pairs for the tooltip; pick(item): called for a tensor that is clicked.
  */
 function treemap(root, options) {
   const way = el("nav", { class: "path", "aria-label": "the module that is shown" });
   const holder = el("div", { class: "chart modules", style: "height:clamp(320px,60vh,640px)" });
   const list = details("The same as a list");
   let view = lastModule(root).node;
-  let nodes = [];
+  let drawn = [];
   const go = (node) => {
     const { node: last } = node.parent ? lastOfChain(node) : lastModule(node);
     if (!isModule(last)) return options.pick(last.item);
@@ -116,6 +194,7 @@ function treemap(root, options) {
     return drawing.redraw();
   };
   const link = (node, label) => el("button", { type: "button", onclick: () => go(node) }, label);
+  const labelOf = (node) => `${options.mark(lastOfChain(node).node)}${lastOfChain(node).label}`;
   function describe() {
     const chain = [];
     for (let node = view; node; node = node.parent) {
@@ -125,49 +204,60 @@ function treemap(root, options) {
     }
     const steps = chain.map(({ node, label }) => (node === view ? el("strong", { class: "name" }, label) : link(node, label)));
     way.replaceChildren(...steps.flatMap((one, at) => (at ? ["›", one] : [one])), ` ${bytesText(view.bytes)}, ${counted(view.count, "name")}`);
-    const largest = [...boxesIn(view)].sort((a, b) => b.bytes - a.bytes);
-    const rows = largest.map((one) => [link(one, options.mark(lastOfChain(one).node) + lastOfChain(one).label), countText(one.count), bytesText(one.bytes), share(one.bytes, view.bytes)]);
+    const rows = boxesIn(view).map((one) => [link(one, labelOf(one)), countText(one.count), bytesText(one.bytes), share(one.bytes, view.bytes)]);
     list.replaceChildren(list.firstChild, table(`Inside ${view.label}`, ["name", "#names", "#bytes", "#share"], rows));
-    const named = largest.slice(0, 5).map((one) => `${lastOfChain(one).label} ${bytesText(one.bytes)}`);
+    const largest = [...boxesIn(view)].sort((a, b) => b.bytes - a.bytes).slice(0, 5);
+    const named = largest.map((one) => `${lastOfChain(one).label} ${bytesText(one.bytes)}`);
     holder.setAttribute("aria-label", `${options.caption}, inside ${view.label}: ${named.join(", ")}; the list below has all`);
   }
+  /** Lays boxes out in `drawn`: a module's before those inside it. */
+  function lay(nodes, rect, opened) {
+    cutUp(nodes, ...rect).forEach(([x, y, width, height], nth) => {
+      const { node: last } = lastOfChain(nodes[nth]);
+      const box = { node: nodes[nth], x, y, width, height, tone: options.paint(last), lines: [] };
+      drawn.push(box);
+      const detail = options.detail(last);
+      if (!opened.has(nodes[nth])) {
+        box.lines = linesThatFit(labelOf(nodes[nth]), detail, width, height);
+        return;
+      }
+      box.isOpen = true;
+      const whole = `${labelOf(nodes[nth])}   ${detail}`;
+      const head = [whole, labelOf(nodes[nth])].find((text) => widthOf(text, HEAD_FONT) <= width - 8);
+      box.lines = head && height > 2 * HEAD ? [head] : [];
+      const edge = box.lines.length ? 2 : 0;
+      lay(boxesIn(last), [x + edge, y + (edge && HEAD), Math.max(0, width - 2 * edge), Math.max(0, height - (edge && HEAD + edge))], opened);
+    });
+  }
   function option(width, height) {
-    nodes = [];
-    const opened = openedModules(view, Math.min(360, Math.max(40, (width * height) / 2400)));
-    const made = (node, base, depth) => {
-      const { node: last, label } = lastOfChain(node);
-      const side = Math.sqrt((node.bytes / view.bytes) * width * height);
-      const isOpen = opened.has(node);
-      const hue = base || (isOpen ? "#888888" : options.base(last));
-      const tone = mixed(fill(hue), color("toward"), Math.min(0.3, 0.12 * depth));
-      const box = { name: (isOpen ? "" : options.mark(last)) + label, value: node.bytes, id: `${nodes.push(node)}` };
-      if (isOpen) box.children = boxesIn(last).map((one) => made(one, base, depth + 1));
-      box.upperLabel = { show: isOpen && side > 56 };
-      box.label = { show: side > 30 };
-      box.itemStyle = { color: tone, borderColor: isOpen ? tone : color("paper"), borderWidth: side > 18 && !isOpen ? 0.5 : 0, gapWidth: isOpen && side > 56 ? 1 : 0 };
-      return box;
-    };
-    const shown = boxesIn(view).map((node, nth) => made(node, options.isByKind ? null : options.base(node, nth), 0));
-    const text = { color: color("box-ink"), fontSize: 12, lineHeight: 15, overflow: "truncate", ellipsis: "…" };
+    drawn = [];
+    lay(boxesIn(view), [0, 0, width, height], openedModules(view, Math.min(360, Math.max(40, (width * height) / 2400))));
     return {
-      tooltip: tooltip(({ data: box }) => {
-        const node = box.id && nodes[box.id - 1];
-        return node && [["", fullName(node)], ...options.lines(lastOfChain(node).node, view)];
+      tooltip: tooltip(({ dataIndex }) => {
+        const { node } = drawn[dataIndex];
+        return [["", fullName(node)], ...options.lines(lastOfChain(node).node, view)];
       }),
       series: [{
-        type: "treemap", data: shown, roam: false, nodeClick: false, breadcrumb: { show: false }, sort: "desc", visibleMin: 0, childrenVisibleMin: 0,
-        left: 0, right: 0, top: 0, bottom: 0, itemStyle: { borderWidth: 0, gapWidth: 1, borderColor: color("paper") },
-        label: { ...text, position: [4, 3], verticalAlign: "top", formatter: ({ data: box }) => `${box.name}\n${bytesText(box.value)}` },
-        upperLabel: { ...text, show: false, height: 19, position: [4, 3], verticalAlign: "top", formatter: ({ data: box }) => `${box.name}   ${bytesText(box.value)}` },
-        emphasis: { itemStyle: { borderColor: color("ink") } },
+        type: "custom", coordinateSystem: "none", data: drawn.map((_, at) => [at]),
+        renderItem: ({ dataIndex }) => {
+          const { x, y, width: wide, height: high, tone, lines, isOpen } = drawn[dataIndex];
+          const back = isOpen ? mixed(tone, color("paper"), 0.3) : tone;
+          const gap = Math.min(wide, high) > 6 ? 0.5 : 0; // of each side, to the next box
+          return {
+            type: "rect", shape: { x: x + gap, y: y + gap, width: Math.max(0.5, wide - 2 * gap), height: Math.max(0.5, high - 2 * gap) },
+            style: { fill: back }, emphasis: { style: { stroke: color("ink"), lineWidth: 1.5 } },
+            textContent: { type: "text", silent: true, style: { text: lines.join("\n"), fill: inkOn(back), font: isOpen ? HEAD_FONT : FONT, lineHeight: LINE } },
+            textConfig: { position: [4, isOpen ? 3 : 4] },
+          };
+        },
       }],
     };
   }
   const drawing = chart(holder, option);
-  drawing.drawn.on("click", ({ data: box }) => box && box.id && go(nodes[box.id - 1]));
+  drawing.drawn.on("click", ({ dataIndex }) => go(drawn[dataIndex].node));
   describe();
   const empty = root.bytes ? [] : [el("p", {}, "Nothing here has bytes.")];
-  return el("div", {}, way, holder, ...empty, list);
+  return { element: el("div", {}, way, holder, ...empty, list), redraw: () => drawing.redraw() };
 }
 
 /** Returns the whole name of a node's box. */

@@ -1,0 +1,152 @@
+"""Values of small objects and tensors, as the page of `dcpx inspect` shows them.
+
+They are decoded as every load decodes them: no class is made that is not known to be harmless. The
+page has a few of them, of a few kilobytes each: whatever a checkpoint holds, it stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_dcpx._text import printable
+from torch_dcpx.artifacts.named_reads import NamedReads
+from torch_dcpx.errors import DcpxError
+from torch_dcpx.options import ReadOptions
+
+if TYPE_CHECKING:
+    from torch_dcpx.storage.object_url import Location
+    from torch_dcpx.views.items import Item
+
+_MOST = 64  # objects, and as many tensors
+_MOST_READS = 64
+_MOST_BYTES = 4096  # of each, as it is stored
+_MOST_ELEMS = 16  # of a tensor
+_MOST_CHARS = 200  # of a text
+_MOST_ENTRIES = 8  # of a list, and levels of lists: 3
+_MANAGER = "dcpx.manager"  # JSON, with the step
+_STEP = re.compile(r"(?:.*\.)?(?:global_)?step")
+_NAMED_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
+_RANK = re.compile(r"__(\d+)\.metadata")
+
+
+def read_values(
+    path: Location, metadata_file: str, items: Iterable[Item]
+) -> tuple[dict[str, str], int | None]:
+    """Returns texts of values by name, and the step: of the manager, of an object `step`, or of the
+    directory's name. What cannot be read says so: a page of a damaged checkpoint is a page.
+    """
+    small = [item for item in items if item.nbytes <= _MOST_BYTES]
+    objects = sorted(
+        (item.fqn for item in small if item.kind == "object"), key=lambda fqn: not _says_step(fqn)
+    )[:_MOST]
+    scalars = (item for item in small if item.shape is not None)
+    tensors = [item.fqn for item in scalars if math.prod(item.shape or ()) <= _MOST_ELEMS][:_MOST]
+    values: dict[str, Any] = {}
+    if objects or tensors:
+        rank = _RANK.fullmatch(metadata_file)
+        with contextlib.suppress(DcpxError, RuntimeError):
+            reads = NamedReads(path, ReadOptions(), None if rank is None else int(rank[1]))
+            with contextlib.closing(reads):
+                values = _Values(reads).read(objects, tensors)
+    step = next((found for fqn in objects if (found := _step_of(fqn, values)) is not None), None)
+    if step is None and (named := _NAMED_STEP.fullmatch(path.name)):
+        step = int(named[1])
+    return {fqn: short_text(value) for fqn, value in values.items()}, step
+
+
+class _NotRead(str):
+    """Says why a value is none."""
+
+
+class _Values:
+    """Reads values at once; where that fails, halves of them, until it knows which do."""
+
+    def __init__(self, reads: NamedReads) -> None:
+        self._reads = reads
+        self._left = _MOST_READS
+
+    def read(self, objects: Sequence[str], tensors: Sequence[str]) -> dict[str, Any]:
+        """Returns the value of each name, or why there is none."""
+        cpu = torch.device("cpu")
+        found = self._by_halves(
+            objects, lambda names: dict(zip(names, self._reads.read_objects(names), strict=True))
+        )
+        return found | self._by_halves(tensors, lambda names: self._reads.read_tensors(names, cpu))
+
+    def _by_halves(
+        self, names: Sequence[str], read: Callable[[Sequence[str]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        if not names:
+            return {}
+        self._left -= 1
+        if self._left < 0:
+            return dict.fromkeys(names, _NotRead("not read"))
+        try:
+            return read(names)
+        except (DcpxError, RuntimeError) as error:  # RuntimeError: of torch; nested too deeply
+            if len(names) == 1:
+                return {names[0]: _NotRead(f"not read: {type(error).__name__}")}
+        middle = len(names) // 2
+        return self._by_halves(names[:middle], read) | self._by_halves(names[middle:], read)
+
+
+def _says_step(fqn: str) -> bool:
+    return fqn == _MANAGER or _STEP.fullmatch(fqn) is not None
+
+
+def _step_of(fqn: str, values: dict[str, Any]) -> int | None:
+    if not _says_step(fqn):
+        return None
+    value = values.get(fqn)
+    if fqn == _MANAGER and type(value) is str:
+        with contextlib.suppress(ValueError, RecursionError):
+            about = json.loads(value)
+            value = about.get("step") if isinstance(about, dict) else None
+    return value if type(value) is int and 0 <= value < 1 << 63 else None
+
+
+def short_text(value: Any) -> str:
+    """Returns a value in at most 200 characters, whatever it refers to, and however often."""
+    text = str(value) if isinstance(value, _NotRead) else _text(value, 0)
+    return printable(text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…")
+
+
+def _text(value: Any, depth: int) -> str:
+    kind = type(value)
+    if value is None or kind in (bool, float, complex):
+        return repr(value)
+    if kind is int:
+        return (
+            repr(value) if value.bit_length() < 200 else f"an integer of {value.bit_length()} bits"
+        )
+    if kind is str:
+        return repr(value[:_MOST_CHARS])
+    if kind is bytes:
+        return f"{len(value)} bytes"
+    if isinstance(value, torch.Tensor):
+        is_small = value.layout is torch.strided and value.numel() <= _MOST_ELEMS
+        is_plain = is_small and not value.is_quantized and value.device.type == "cpu"
+        return repr(value.tolist()) if is_plain else f"a tensor {list(value.shape)}"
+    if not isinstance(value, (dict, list, tuple, set, frozenset)):
+        return printable(kind.__name__)
+    if depth == 3:
+        return "…"
+    opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")")
+    if isinstance(value, dict):
+        opening, closing = "{", "}"
+        pairs = islice(value.items(), _MOST_ENTRIES)
+        shown = [f"{_text(key, depth + 1)}: {_text(one, depth + 1)}" for key, one in pairs]
+    else:
+        if isinstance(value, (set, frozenset)):
+            opening, closing = "{", "}"
+        shown = [_text(one, depth + 1) for one in islice(value, _MOST_ENTRIES)]
+    more = [f"… {len(value)} in all"] if len(value) > _MOST_ENTRIES else []
+    return f"{opening}{', '.join(shown + more)}{closing}"
