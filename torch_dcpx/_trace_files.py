@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._descriptors import opener
 from torch_dcpx.errors import StorageError, must_be
 
 if TYPE_CHECKING:
@@ -124,11 +125,13 @@ def write_trace(trace: dict[str, Any], path: Any) -> None:
     try:
         # A rename to /dev/null, which root may do, would put a file in its place.
         if os.path.lexists(target) and not stat.S_ISREG(target.lstat().st_mode):
-            target.write_text(json.dumps(trace), "utf-8")
+            with open(target, "w", encoding="utf-8", opener=opener) as file:
+                json.dump(trace, file)
             return
         # Neither by the name, which may fill 255 bytes, nor by the pid, which containers share.
         beside = target.with_name(f".trace.{os.urandom(8).hex()}.tmp")
-        with beside.open("x", encoding="utf-8") as file:  # a new file, behind no link
+        # A new file, behind no link.
+        with open(beside, "x", encoding="utf-8", opener=opener) as file:
             try:
                 json.dump(trace, file)
                 file.close()

@@ -19,8 +19,8 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_arguments", "_compat", "_environment", "_gc", "_hooks", "_integers", "_last_jobs",
-    "_native",
+    "__init__", "_arguments", "_compat", "_descriptors", "_environment", "_gc", "_hooks", "_integers",
+    "_last_jobs", "_native",
     "_plan_classes", "_text", "_trace_files", "_version", "_waiting", "errors", "events", "options",
     "reports", "timelines",
 }  # fmt: skip

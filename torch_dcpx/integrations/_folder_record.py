@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.storage.directory import Directory, storage_errors
@@ -182,7 +183,7 @@ def digest_of(path: Path) -> str | None:
     """Returns a digest of a regular file; None of anything else, and where it cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
