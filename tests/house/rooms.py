@@ -19,10 +19,9 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_arguments", "_compat", "_descriptors", "_environment", "_gc", "_hooks", "_integers",
-    "_last_jobs", "_native",
-    "_plan_classes", "_text", "_trace_files", "_version", "_waiting", "errors", "events", "options",
-    "reports", "timelines",
+    "__init__", "_arguments", "_compat", "_descriptors", "_environment", "_gc", "_hooks",
+    "_integers", "_json", "_last_jobs", "_native", "_plan_classes", "_text", "_trace_files",
+    "_version", "_waiting", "errors", "events", "options", "reports", "timelines",
 }  # fmt: skip
 
 # Room of torch_dcpx -> rooms that its modules may import, beside their own and the ground.
@@ -87,6 +86,7 @@ MODULES_WITHOUT_TORCH = {
     "_arguments",
     "_environment",
     "_integers",
+    "_text",
     "errors",
     "hook.autoload",
     "hook.settings",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._native import _C
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, OptionError, StorageError
@@ -129,7 +129,7 @@ def old_shards(
     """
     try:
         with place.open_small(index_name) as file:
-            index: Any = json.loads(file.part(0, file.nbytes))
+            index: Any = parsed_json(file.part(0, file.nbytes))
         names = set(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, unreadable) as error:
         logger.warning(

@@ -200,6 +200,13 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
             chosen |= found
         return [name for name in self._reads.tensors if name in chosen]
 
+    def check_claims(self) -> None:
+        """Raises CorruptionError where the tensors claim far more bytes than the files hold, before
+        anybody takes memory by their shapes: each read asks the same of its own.
+        """
+        self._check_open()
+        self._reads.check_claims(self._reads.tensors)
+
     def _check_open(self) -> None:
         if self._is_closed:
             wrong = f"the checkpoint '{self.path}' is closed: open it again"

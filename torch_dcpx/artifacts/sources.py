@@ -45,8 +45,10 @@ from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.keys.wrappers import plain_names
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.planners.state_errors import naming_state_errors
+from torch_dcpx.reader.claimed import check_claims
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import absolute
 from torch_dcpx.tensors.memory import check_storage, has_strides, refuse_nested
 
@@ -276,6 +278,10 @@ class StoredSource:
     ) -> list[Offer]:
         """Returns the stored boxes of each tensor."""
         self._tensors, self._mapped = tensors, mapped
+        sources = dict.fromkeys(name for one in tensors for name in mapped[one.name].sources)
+        where = location_of(os.fsdecode(self.reader.path), self.reader.options.endpoint)
+        entries, stored = self.metadata.state_dict_metadata, self.metadata.storage_data or {}
+        check_claims(where, entries, stored, sources)
         offers = []
         for tensor in tensors:
             boxes: list[Box] = []

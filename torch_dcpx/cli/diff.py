@@ -107,6 +107,8 @@ class _Run:
         sums_of_two: dict[str, dict[Any, Sum]],
     ) -> None:
         self._sides = one, two
+        for side in self._sides:
+            side.check_claims()
         self._sums = sums_of_one, sums_of_two
         self.equal = 0
         self.read_bytes = 0

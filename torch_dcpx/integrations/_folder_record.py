@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_dcpx._descriptors import open_file
+from torch_dcpx._json import parsed_json
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.storage.directory import Directory, storage_errors
@@ -64,7 +65,7 @@ def read_record(folder: Path) -> Record | None:
             if not directory.is_regular(FOLDER_NAME):
                 return None
             content = directory.read_small(FOLDER_NAME)
-        found: Any = json.loads(content)
+        found: Any = parsed_json(content)
         record = Record(*(found[name] for name in Record._fields))
         named = [*record.parts.items(), *record.files.items()]
         texts = [
