@@ -25,8 +25,8 @@ constexpr std::uint64_t kMemoCost = 32;
 // Objects with a state are what the metadata of large models consists of: a state names its fields,
 // so that such an object has its weight in bytes, and that many may be there.
 constexpr std::uint64_t kStateBytes = 30;  // of the pickle, at least, for each
-constexpr std::uint64_t kStateCredit = 2000;
-constexpr std::uint64_t kStateCreditPerByte = 40;
+constexpr std::uint64_t kStateCredit = 4000;
+constexpr std::uint64_t kStateCreditPerByte = 72;
 
 // A text is as wide in memory as its widest letter: 1, 2 or 4 bytes each.
 inline std::uint64_t width_of(const std::byte* text, std::uint64_t nbytes) noexcept {
