@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_dcpx._descriptors import open_file, opener
 from torch_dcpx.errors import OptionError
 
 HOW_TO_REPLACE = "name another file, or replace it by --overwrite, in Python overwrite=True"
@@ -59,13 +60,14 @@ class Replacing(NamedTuple):
         file that is meant. Raises: OptionError, OSError.
         """
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):
-            path.write_bytes(content)  # a rename to /dev/null would put a file in its place
+            with open(path, "wb", opener=opener) as file:
+                file.write(content)  # a rename to /dev/null would put a file in its place
             return
         path = Path(os.path.realpath(path))
         self.check(path)
         # Neither by the name, which may fill 255 bytes, nor by the pid, which containers share.
         beside = path.with_name(f".dcpx.{os.urandom(8).hex()}.tmp")
-        with beside.open("xb") as file:  # a new file, behind no link
+        with open(beside, "xb", opener=opener) as file:  # a new file, behind no link
             try:
                 file.write(content)
                 file.close()
@@ -82,7 +84,7 @@ def move_new(old: Path, new: Path) -> None:
     except OSError as error:
         if error.errno not in _HAS_NO_SUCH_RENAME:
             raise
-        os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))  # claims it
+        os.close(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))  # claims it
         os.replace(old, new)  # noqa: PTH105
 
 

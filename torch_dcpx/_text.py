@@ -6,7 +6,7 @@ import itertools
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _MAX_GROUPS = 3
 _MAX_NAMES = 5
@@ -23,6 +23,40 @@ def printable(value: object) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+_MOST_CHARACTERS = 200
+
+
+def brief_text(value: object) -> str:
+    """Returns `printable(value)`, at most 200 characters of it: what a file has chosen could fill a
+    log. Of a longer one its beginning and its end, as causes come last.
+    """
+    text = str(value)
+    if len(text) > _MOST_CHARACTERS:  # first: escapes make it longer, and take time
+        half = (_MOST_CHARACTERS - 5) // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    text = printable(text)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+# Paths and lists go on, their parts do not: no file system takes a name of more than 255 bytes.
+_LONG = re.compile(rf"[^\s/,]{{{_MOST_CHARACTERS + 1},}}")
+
+
+def with_short_names(message: str, names: Iterable[object]) -> str:
+    """Returns a message in which nothing that a file has chosen is longer than 200 characters.
+
+    Args:
+        names: what is known to be a file's, and may have spaces in it.
+    """
+    if len(message) <= _MOST_CHARACTERS:
+        return message
+    for name in names:
+        if isinstance(name, str) and len(name) > _MOST_CHARACTERS:
+            for text in (name, printable(name), repr(name)[1:-1]):
+                message = message.replace(text, brief_text(name))
+    return _LONG.sub(lambda found: brief_text(found[0]), message)
 
 
 def counted(count: int, noun: str, nouns: str = "") -> str:

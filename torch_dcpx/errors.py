@@ -29,6 +29,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch_dcpx._text import with_short_names
+
 
 def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> DcpxError:
     return cls(message, **fields)
@@ -50,6 +52,8 @@ class DcpxError(Exception):
             cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
 
     def __init__(self, message: str, **fields: Any) -> None:
+        # The one border where names of files come into messages.
+        message = with_short_names(message, map(fields.get, ("fqn", "global_name")))
         super().__init__(message)
         self.message = message
         unknown = set(fields) - set(self.FIELDS)

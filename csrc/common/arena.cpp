@@ -40,7 +40,7 @@ void touch(std::byte* first, std::uint64_t nbytes) {
 Arena::Arena(std::uint64_t nbytes, bool is_shared) : nbytes_(nbytes) {
   DCPX_CHECK(nbytes <= INT64_MAX / 2, "an arena of half the address space");
   if (is_shared) {
-    fd_ = UniqueFd(::memfd_create(kName, MFD_CLOEXEC));
+    fd_ = UniqueFd(above_standard_fds(::memfd_create(kName, MFD_CLOEXEC), true));
     if (!fd_.is_open()) throw storage_error("memfd_create", kName, errno);
     if (::ftruncate(fd_.get(), static_cast<::off_t>(mapped_bytes(nbytes))) != 0)
       throw storage_error("ftruncate", kName, errno, -1, static_cast<std::int64_t>(nbytes));

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <utility>
 
+#include "common/standard_fds.h"
+
 namespace dcpx {
 
 class UniqueFd {  // Movable, not copyable. Not thread-safe.
@@ -29,7 +31,7 @@ class UniqueFd {  // Movable, not copyable. Not thread-safe.
   static UniqueFd copy_of(int fd) noexcept {
     int copy = -1;
     do {
-      copy = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+      copy = ::fcntl(fd, F_DUPFD_CLOEXEC, kStandardFds);
     } while (copy < 0 && errno == EINTR);
     return UniqueFd(copy);
   }

@@ -7,15 +7,16 @@
 
 #include "common/bytes.h"
 #include "format/pickle_opcodes.h"
+#include "format/pickle_values.h"
 
 namespace dcpx {
 namespace {
 
 using namespace pickle_op;
+using namespace pickle_value;
 
 constexpr std::size_t kMaxNumberBytes = 1024;  // int(text) is quadratic, and no count needs more
 constexpr std::uint64_t kMemoSlack = 1024;     // gaps that an optimizer may have left
-constexpr std::uint32_t kNoMemo = UINT32_MAX;
 // A key's hash visits every node below it, and sharing makes nodes cheap: 40 times DUP TUPLE2 is a
 // tuple of 2^40 leaves in 80 bytes. Keys of real pickles stay far below one node a byte.
 constexpr std::uint64_t kKeyNodesBase = 1 << 20;
@@ -24,28 +25,6 @@ constexpr std::uint64_t kKeyNodesPerByte = 64;
 // Arguments of real pickles are written for their call.
 constexpr std::uint64_t kArgumentsBase = 1 << 20;
 constexpr std::uint64_t kArgumentsPerByte = 4;
-
-constexpr std::uint64_t kMostValues = UINT32_MAX;
-constexpr std::uint32_t kMostHeld = UINT32_MAX >> 1;
-
-// What the walk knows of one value. Its 16 bytes count: with 20 a scan took 15 % longer.
-struct Slot {
-  constexpr Slot() noexcept : Slot(0, 0) {}
-  constexpr Slot(std::uint32_t depth_, std::uint32_t nodes_, bool is_compound_ = false) noexcept
-      : depth(depth_), nodes(nodes_), width(0), is_compound(is_compound_) {}
-
-  std::uint32_t depth;           // 0 for a leaf
-  std::uint32_t nodes;           // values below and including it, shared ones once a use; saturates
-  std::uint32_t memo = kNoMemo;  // where it was put, so that growth reaches the memo
-  std::uint32_t width : 31;      // values that it holds itself; saturates
-  bool is_compound : 1;          // see PickleScan::compound_keys
-};
-static_assert(sizeof(Slot) == 16);
-constexpr Slot kLeaf{0, 1};
-constexpr Slot kLargeNumber{0, 1, true};
-constexpr Slot kEmptyContainer{1, 1};
-constexpr std::size_t kSmallNumberBytes = 7;    // of LONG1: below 2^61 - 1, where hashes repeat
-constexpr std::size_t kSmallNumberDigits = 18;  // of a text
 
 // Mirrors the unpickler's stack and memo by one Slot a value.
 class Scanner {  // Not thread-safe. Lives for one scan.
@@ -63,13 +42,24 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       if (++ops_ > limits_.max_ops) fail("has more than the allowed opcodes");
       step(std::to_integer<std::uint8_t>(*at_++));
     }
-    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size(), compound_keys_};
+    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size(), compound_keys_, cost_};
   }
 
  private:
   [[noreturn]] void fail(const std::string& what) const {
     throw corruption_error("pickle", op_at_ - begin_, std::min<std::ptrdiff_t>(1, end_ - op_at_),
                            what);
+  }
+
+  void charge(std::uint64_t nbytes) {
+    cost_ += nbytes;
+    const std::uint64_t free = limits_.base_cost + static_cast<std::uint64_t>(end_ - begin_);
+    const auto walked = static_cast<std::uint64_t>(at_ - begin_);
+    if (cost_ <= free) return;
+    const std::uint64_t credit = std::min(kStateCredit * states_, kStateCreditPerByte * walked);
+    if (walked >= kStateBytes * states_ && cost_ <= free + credit) return;
+    fail("takes more than " + std::to_string(cost_ >> 20) + " MiB of memory for its " +
+         std::to_string(end_ - begin_) + " B");
   }
 
   // Arguments.
@@ -86,9 +76,17 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     return get<T>(from);
   }
 
-  template <typename Length>
-  void counted() {
-    skip(number<Length>());
+  void text(std::uint64_t nbytes, bool is_unicode) {
+    const std::byte* from = at_;
+    skip(nbytes);
+    const bool is_long = is_unicode && nbytes >= kWideText;
+    charge(kTextCost + nbytes * (is_long ? width_of(from, nbytes) : 1));
+    push(kLeaf);
+  }
+
+  void number_of(std::uint64_t nbytes) {
+    skip(nbytes);
+    charge(kNumberCost);
     push(kLeaf);
   }
 
@@ -104,7 +102,14 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void number_line() {
     const std::size_t nbytes = line();
     if (nbytes > kMaxNumberBytes) fail("holds a number of too many digits");
+    charge(kNumberCost + nbytes);
     push(nbytes > kSmallNumberDigits ? kLargeNumber : kLeaf);
+  }
+
+  void text_line() {
+    const std::size_t nbytes = line();
+    charge(kTextCost + 4 * nbytes);  // with escapes
+    push(kLeaf);
   }
 
   std::uint64_t index_line() {
@@ -123,6 +128,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void long1() {
     const std::size_t nbytes = number<std::uint8_t>();
     skip(nbytes);
+    charge(kNumberCost + nbytes);
     push(nbytes > kSmallNumberBytes ? kLargeNumber : kLeaf);
   }
 
@@ -132,6 +138,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     if (nbytes < 0) fail("declares a negative length");
     if (static_cast<std::size_t>(nbytes) > max_bytes) fail("holds a number of too many bytes");
     skip(static_cast<std::uint64_t>(nbytes));
+    charge(kTextCost + static_cast<std::uint64_t>(nbytes));
     push(made);
   }
 
@@ -146,6 +153,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void push(const Slot& slot) {
     if (slot.depth > limits_.max_depth) fail("nests deeper than the limit");
     if (stack_.size() >= limits_.max_stack) fail("holds too many values on the stack");
+    charge(kHeldCost);
     stack_.push_back(slot);
   }
 
@@ -161,9 +169,15 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     container->nodes = static_cast<std::uint32_t>(std::min(nodes, kMostValues));
   }
 
+  void make(std::uint64_t nbytes) {  // an empty container
+    charge(nbytes);
+    push(kEmptyContainer);
+  }
+
   // Replaces the last `count` values by one that contains them.
-  void wrap(std::size_t count) {
+  void wrap(std::size_t count, std::uint64_t nbytes = kTupleCost) {
     need(count);
+    charge(nbytes);
     Slot container = kEmptyContainer;
     container.is_compound = true;
     take_into(&container, count);
@@ -190,19 +204,23 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     if (arguments_ > kArgumentsBase + kArgumentsPerByte * nbytes) {
       fail("gives far more arguments to calls than it has bytes");
     }
-    wrap(count);
+    wrap(count, kCallCost);
   }
 
   // An object of a class with a state is hashed by identity, or not at all.
   void set_state() {
     need(2);
     stack_[stack_.size() - 2].is_compound = false;
+    ++states_;
     absorb(1);
   }
 
-  // Charges every `stride`th of the last `count` values for being hashed.
+  // Charges every `stride`th of the last `count` values for being hashed and held.
   void hash_keys(std::size_t count, std::size_t stride) {
     need(count);
+    const bool is_below = above_mark() > count;
+    const std::uint64_t held = is_below ? stack_[stack_.size() - count - 1].width + count : count;
+    charge(count / stride * (held < kManyMembers ? kMemberCost : kOfManyCost));
     for (std::size_t i = stack_.size() - count; i < stack_.size(); i += stride) {
       key_nodes_ += stack_[i].nodes;
       if (stack_[i].is_compound) ++compound_keys_;
@@ -248,6 +266,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void put_memo(std::uint64_t index) {
     need(1);
     if (index >= memo_used_ + kMemoSlack) fail("puts far beyond the end of the memo");
+    charge(kMemoCost);
     if (index >= memo_.size()) memo_.resize(static_cast<std::size_t>(index) + 1);
     Slot& slot = memo_[static_cast<std::size_t>(index)];
     if (slot.memo == kNoMemo) ++memo_used_;
@@ -284,26 +303,30 @@ class Scanner {  // Not thread-safe. Lives for one scan.
 
       case kNone: case kNewtrue: case kNewfalse: return push(kLeaf);
       case kBinint1: skip(1); return push(kLeaf);
-      case kBinint2: skip(2); return push(kLeaf);
-      case kBinint: skip(4); return push(kLeaf);
-      case kBinfloat: skip(8); return push(kLeaf);
+      case kBinint2: return number_of(2);
+      case kBinint: return number_of(4);
+      case kBinfloat: return number_of(8);
       case kLong1: return long1();
       case kLong4: return signed_counted(kMaxNumberBytes, kLargeNumber);
       case kInt: case kLong: case kFloat: return number_line();
 
-      case kShortBinstring: case kShortBinbytes: case kShortBinunicode:
-        return counted<std::uint8_t>();
-      case kBinunicode: case kBinbytes: return counted<std::uint32_t>();
-      case kBinunicode8: case kBinbytes8: case kBytearray8: return counted<std::uint64_t>();
+      case kShortBinstring: case kShortBinbytes: return text(number<std::uint8_t>(), false);
+      case kShortBinunicode: return text(number<std::uint8_t>(), true);
+      case kBinunicode: return text(number<std::uint32_t>(), true);
+      case kBinbytes: return text(number<std::uint32_t>(), false);
+      case kBinunicode8: return text(number<std::uint64_t>(), true);
+      case kBinbytes8: case kBytearray8: return text(number<std::uint64_t>(), false);
       case kBinstring: return signed_counted(INT32_MAX);
-      case kString: case kUnicode: line(); return push(kLeaf);
+      case kString: case kUnicode: return text_line();
 
-      case kEmptyTuple: case kEmptyList: case kEmptyDict: case kEmptySet: return push(kEmptyContainer);
+      case kEmptyTuple: return push(kEmptyContainer);
+      case kEmptyList: case kEmptyDict: return make(kListCost);
+      case kEmptySet: return make(kSetCost);
       case kTuple1: return wrap(1);
       case kTuple2: return wrap(2);
       case kTuple3: return wrap(3);
       case kTuple: case kList: return wrap(pop_mark());
-      case kFrozenset: return wrap(hash_members(pop_mark()));
+      case kFrozenset: return wrap(hash_members(pop_mark()), kSetCost);
       case kDict: return wrap(hash_pairs(pop_mark()));
       case kAppend: return absorb(1);
       case kAppends: return absorb(pop_mark());
@@ -316,7 +339,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kReduce: case kNewobj: return call(2);
       case kNewobjEx: return call(3);
       case kBuild: return set_state();
-      case kInst: line(); line(); return wrap(pop_mark());
+      case kInst: line(); line(); return wrap(pop_mark(), kCallCost);
       case kObj: return make_object();
       case kPersid: check_persid(); line(); return push(kLeaf);
       case kBinpersid: check_persid(); return wrap(1);
@@ -344,7 +367,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void make_object() {
     const std::size_t count = pop_mark();
     if (count == 0) fail("makes an object without a class");
-    wrap(count);
+    wrap(count, kCallCost);
   }
 
   const std::byte* begin_;
@@ -360,6 +383,8 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   std::uint64_t compound_keys_ = 0;
   std::uint64_t memo_used_ = 0;
   std::uint64_t ops_ = 0;
+  std::uint64_t cost_ = 0;    // bytes of memory
+  std::uint64_t states_ = 0;  // that objects have got
   bool is_stopped_ = false;
 };
 

@@ -1,8 +1,8 @@
 // A walk over an untrusted pickle that executes nothing and allocates next to nothing. It proves
 // what Python's unpickler takes on trust: that lengths lie inside the bytes, that the stack and the
 // memo are used as a pickler uses them, and that nothing nests deeply enough to exhaust the C stack
-// (a tuple's hash recurses). A pickle that passes cannot make the unpickler allocate more than a
-// small multiple of its own size; which names it may look up is the allow-list's business.
+// (a tuple's hash recurses), and that its objects weigh no more than a budget and its own size.
+// Which names it may look up is the allow-list's business.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,8 @@ struct PickleLimits {
   std::uint64_t max_ops = std::uint64_t{1} << 30;
   std::uint32_t max_depth = 1000;      // marks inside marks, and containers inside containers
   std::uint32_t max_stack = 1U << 24;  // values on the stack at once
+  // Bytes of memory that its objects may take beside one for each of its own.
+  std::uint64_t base_cost = std::uint64_t{200} << 20;
   bool allow_persid = false;
 };
 
@@ -25,6 +27,7 @@ struct PickleScan {
   // Keys of dicts and sets whose hashes a file can choose: numbers of 64 bits and more, tuples,
   // frozensets, results of calls without a state. Texts, bytes and objects are none.
   std::uint64_t compound_keys = 0;
+  std::uint64_t cost = 0;  // bytes of memory that its objects take, about
 };
 
 // Protocols 0 to 5. Throws Error(kCorruption) with the opcode's offset for anything beyond the

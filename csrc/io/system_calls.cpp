@@ -10,6 +10,8 @@
 #include <atomic>
 #include <cerrno>
 
+#include "common/standard_fds.h"
+
 namespace dcpx::io {
 namespace {
 
@@ -81,7 +83,7 @@ std::array<std::uint64_t, kCallKinds> call_counts() {
 
 int open_at(int dir_fd, const char* name, int flags, mode_t mode) {
   if (before(Call::kOpen) == Verdict::kFail) return -1;
-  return ::openat(dir_fd, name, flags, mode);
+  return above_standard_fds(::openat(dir_fd, name, flags, mode), (flags & O_EXCL) != 0);
 }
 
 int open_beneath(int dir_fd, const char* path, int flags) {
@@ -90,7 +92,8 @@ int open_beneath(int dir_fd, const char* path, int flags) {
   open_how how{};
   how.flags = static_cast<std::uint64_t>(static_cast<unsigned>(flags));
   how.resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS;
-  return static_cast<int>(::syscall(SYS_openat2, dir_fd, path, &how, sizeof(how)));
+  const long fd = ::syscall(SYS_openat2, dir_fd, path, &how, sizeof(how));
+  return above_standard_fds(static_cast<int>(fd), false);
 #else
   (void)dir_fd, (void)path, (void)flags;
   errno = ENOSYS;

@@ -24,6 +24,23 @@ TEST(pickle_scan_stops_behind_stop) {
   CHECK_EQ(found.ops, 8U);
 }
 
+TEST(pickle_scan_weighs_objects) {
+  dcpx::PickleLimits limits;
+  limits.base_cost = 2000;
+  CHECK_EQ(scan("(]]l."sv, limits).stop_bytes, 5U);
+  for (const char* flood :
+       {"]", "}", "\x8f", "N\x85", "(t", "(]l", "G12345678", "\x8c\x01z", "N\x94"}) {
+    std::string pickle = "(";
+    for (int i = 0; i < 1000; ++i) pickle += flood;
+    CHECK_THROWS(scan(pickle + "l.", limits), ErrorCode::kCorruption);
+    CHECK_EQ(scan(pickle + "l.").stop_bytes, pickle.size() + 2);
+  }
+  // A text of ASCII and one wide letter takes four bytes for each of its own.
+  const std::string text = std::string("X\x00\x20\x00\x00", 5) + std::string(8188, 'a');
+  CHECK_EQ(scan(text + "abcd.", limits).stop_bytes, 8198U);
+  CHECK_THROWS(scan(text + "\xf0\x9f\x98\x80.", limits), ErrorCode::kCorruption);
+}
+
 TEST(pickle_scan_of_every_truncation_throws) {
   const std::vector<std::byte> whole = check::corpus("pickle_scan/mixed_p2.pkl");
   for (std::size_t nbytes = 0; nbytes < whole.size(); ++nbytes) {

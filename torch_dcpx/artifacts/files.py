@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._native import _C
 from torch_dcpx._replacing import Replacing
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
@@ -155,7 +155,7 @@ def old_shards(
     """
     try:
         with place.open_small(index_name) as file:
-            index: Any = json.loads(file.part(0, file.nbytes))
+            index: Any = parsed_json(file.part(0, file.nbytes))
         names = set(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, unreadable) as error:
         logger.warning(
@@ -177,10 +177,10 @@ def is_artifact(path: Path) -> bool:
                 return any(name.endswith("/data.pkl") for name in held.namelist())
         with path.open("rb") as file:
             if path.suffix == ".json":
-                index = json.loads(file.read(_MAX_INDEX_BYTES))
+                index = parsed_json(file.read(_MAX_INDEX_BYTES))
                 return isinstance(index["weight_map"], dict)
             nbytes = header_bytes(file.read(8), path.stat().st_size, str(path))
-            return isinstance(json.loads(file.read(nbytes)), dict)
+            return isinstance(parsed_json(file.read(nbytes)), dict)
     except (zipfile.BadZipFile, ValueError, KeyError, TypeError, RecursionError):
         return False  # a CorruptionError is a ValueError
 

@@ -7,7 +7,6 @@ weight. The adapter is in memory: `adapter_model.safetensors`, with `adapter_con
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_dcpx._compat import dtype_by_name
+from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted, printable
 from torch_dcpx.artifacts.opened import load_tensors
 from torch_dcpx.artifacts.rows import narrowed
@@ -99,7 +99,7 @@ class Adapter:
         self.directory = directory
         content = self._content(CONFIG_NAME)
         try:
-            config = json.loads(content)
+            config = parsed_json(content)
             self._r, self._alpha = int(config["r"]), config["lora_alpha"] * 1
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._refused(f"'{CONFIG_NAME}' is no config of LoRA: {error!r:.80}") from error

@@ -31,6 +31,7 @@ from torch_dcpx.keys.mapped_tensor import StoredPart
 from torch_dcpx.metadata.lazy import outline_of
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.reader.claimed import check_claims
 from torch_dcpx.reader.generation import check_not_replaced, file_states
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.object_url import Location, location_of
@@ -73,6 +74,7 @@ class NamedReads:
         self.tensors = {
             name: one for name, one in entries.items() if isinstance(one, TensorStorageMetadata)
         }
+        self._checked: set[str] = set()  # names of tensors that claim no more than there is
         self.objects = [name for name in entries if name not in self.tensors]
         self.objects += self._reader.objects
 
@@ -87,6 +89,8 @@ class NamedReads:
 
     def read_tensors(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Returns whole tensors, read at once."""
+        names = list(names)
+        self.check_claims(names)
         tensors = {name: self._memory(name, self.tensors[name].size, device) for name in names}
         self._read({name: tensor for name, tensor in tensors.items() if tensor.numel()})
         return tensors
@@ -111,6 +115,7 @@ class NamedReads:
 
     def read_part(self, name: str, index: Any) -> torch.Tensor:
         """Returns what `index` takes of a tensor. Raises: as `LazyTensor.__getitem__`."""
+        self.check_claims([name])
         sizes = tuple(self.tensors[name].size)
         cut = cut_of(index, sizes, name)
         memory = self._memory(name, cut.counts, torch.device("cpu"))
@@ -126,6 +131,13 @@ class NamedReads:
             used += cost
         self._read_boxes(name, boxes)
         return cut.result(memory)
+
+    def check_claims(self, names: Iterable[str]) -> None:
+        """Raises CorruptionError where tensors claim far more than the files hold."""
+        names = [name for name in names if name not in self._checked]
+        stored = self._metadata.storage_data or {}
+        check_claims(self._location(), self._metadata.state_dict_metadata, stored, names)
+        self._checked.update(names)
 
     def _read_boxes(self, name: str, boxes: Sequence[Box]) -> None:
         """Reads regions of one tensor to their places."""

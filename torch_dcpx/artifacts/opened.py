@@ -211,6 +211,13 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
             raise self._unknown(one)
         return chosen_names(self._reads.tensors, globs)
 
+    def check_claims(self) -> None:
+        """Raises CorruptionError where the tensors claim far more bytes than the files hold, before
+        anybody takes memory by their shapes: each read asks the same of its own.
+        """
+        self._check_open()
+        self._reads.check_claims(self._reads.tensors)
+
     def _check_open(self) -> None:
         if self._is_closed:
             wrong = f"the checkpoint '{self.path}' is closed: open it again"

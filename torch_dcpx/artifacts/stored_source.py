@@ -35,8 +35,10 @@ from torch_dcpx.errors import PlanError
 from torch_dcpx.keys.mapped_state import model_part
 from torch_dcpx.keys.mapped_tensor import MappedTensor, Sizes
 from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.reader.claimed import check_claims
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.reader.reader import DcpxReader
+from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import absolute
 
 _LEAST_SLOT_BYTES = 256 << 10  # of ReadOptions
@@ -103,6 +105,10 @@ class StoredSource:
     ) -> list[Offer]:
         """Returns the stored boxes of each tensor."""
         self._tensors, self._mapped = tensors, mapped
+        sources = dict.fromkeys(name for one in tensors for name in mapped[one.name].sources)
+        where = location_of(os.fsdecode(self.reader.path), self.reader.options.endpoint)
+        entries, stored = self.metadata.state_dict_metadata, self.metadata.storage_data or {}
+        check_claims(where, entries, stored, sources)
         offers = []
         for tensor in tensors:
             boxes: list[Box] = []

@@ -396,6 +396,5 @@ def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[s
         return state
     if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
         before = flatten_before_2_4(getattr(planner, "original_state_dict", {}))[0]
-        if any(name in stored and name not in state for name in before):
-            return before
+        return before if any(one in stored and one not in state for one in before) else state
     return state

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx._version import __version__
 from torch_dcpx.cli.output import CANNOT, FINE, put_json, put_table
@@ -259,7 +260,7 @@ def _writing(directory: Directory) -> Iterator[Check]:
     name = f".dcpx-doctor-{uuid.uuid4().hex[:12]}.tmp"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        fd = os.open(name, flags, 0o600, dir_fd=directory.fd)
+        fd = open_file(name, flags, 0o600, dir_fd=directory.fd)
     except OSError as error:
         text = str(storage_error("create", directory.path / name, error))
         yield Check("writing", "failure", text)
@@ -293,7 +294,7 @@ def _write(fd: int) -> None:
 
 
 def _write_direct(directory: Directory, name: str) -> None:
-    fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, dir_fd=directory.fd)
+    fd = open_file(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, dir_fd=directory.fd)
     try:
         with mmap.mmap(-1, _BLOCK) as page:  # aligned for direct I/O
             os.pwritev(fd, [page], 0)

@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._descriptors import open_file
+from torch_dcpx._json import parsed_json
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.storage.directory import Directory, storage_errors
@@ -63,7 +65,7 @@ def read_record(folder: Path) -> Record | None:
             if not directory.is_regular(FOLDER_NAME):
                 return None
             content = directory.read_small(FOLDER_NAME)
-        found: Any = json.loads(content)
+        found: Any = parsed_json(content)
         record = Record(*(found[name] for name in Record._fields))
         named = [*record.parts.items(), *record.files.items()]
         texts = [
@@ -182,7 +184,7 @@ def digest_of(path: Path) -> str | None:
     """Returns a digest of a regular file; None of anything else, and where it cannot be read."""
     digest = hashlib.blake2b(digest_size=16)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx._arguments import check_options
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.checkpoint.save import async_save
@@ -271,7 +272,7 @@ def _sync_files(folder: Path) -> None:
             if path.is_dir():
                 fsync_path(path)
             elif path.is_file():
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     os.fsync(fd)
                 finally:

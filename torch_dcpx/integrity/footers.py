@@ -5,8 +5,9 @@ C++ (`VerifyJob`) reads and checks; here its tables get names.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch_dcpx._json import parsed_json
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C
@@ -88,7 +89,7 @@ def key_path(row: FooterRow) -> tuple[str | int, ...] | None:
     """Returns the path of the item in the state, or None; ValueError: it is no such list."""
     if not row.path:
         return None
-    keys: Any = json.loads(row.path)
+    keys: Any = parsed_json(row.path)
     if type(keys) is not list or not {*map(type, keys)} <= {str, int}:
         raise ValueError(f"{row.path!r:.200} is no list of names and integers")
     return tuple(keys)

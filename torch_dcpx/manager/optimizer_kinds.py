@@ -19,6 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx.checkpoint.containers import is_number
 from torch_dcpx.errors import CorruptionError, MismatchError, UnsupportedError
 from torch_dcpx.tensors.memory import PLAIN_CLASSES, order_of
@@ -108,7 +109,7 @@ class KindRecord:
         record = cls()
         for fqn, text in texts.items():
             try:
-                found = json.loads(text)
+                found = parsed_json(text)
                 if found["format"] != _FORMAT:
                     raise ValueError(f"its format is {found['format']!r:.20}, not {_FORMAT}")
                 for kind, names in found["kinds"]:

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import ClassVar
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
@@ -265,10 +266,9 @@ class StoreRoot:
         """Returns the tag of the `.metadata` that `.dcpx.deleted` is about, and the files that it
         named; nothing of a damaged note.
         """
-        with place.open_small(TOMBSTONE_NAME) as file:
-            text = file.part(0, file.nbytes)
         try:
-            noted = json.loads(text)
+            with place.open_small(TOMBSTONE_NAME) as file:
+                noted = parsed_json(file.part(0, file.nbytes))
             return str(noted["tag"]), {n for n in noted["files"] if is_data_file_name(n)}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("'%s' cannot be read: %s", place.path / TOMBSTONE_NAME, error)

@@ -17,6 +17,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.errors import (
     CorruptionError,
@@ -66,7 +67,7 @@ class Record(NamedTuple):
     def decoded(cls, text: Any, path: Location) -> Record:
         """Returns the record in a text of `encoded`. Raises CorruptionError: there is none."""
         try:
-            found = json.loads(text)
+            found = parsed_json(text)
             names = cls._fields[:-2]
             tag, step, order, ranks, metrics, parts, per_rank = (found[name] for name in names)
             # Earlier versions noted neither.

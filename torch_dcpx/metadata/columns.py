@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from operator import le
 from typing import Any
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 
@@ -88,7 +89,7 @@ class ColumnReader:
         self._body = body
         self._ranges: dict[str, tuple[str, int, int]] = {}  # kind, begin, end in `body`
         try:
-            header = json.loads(str(body[:header_bytes], "utf-8"))
+            header = parsed_json(str(body[:header_bytes], "utf-8"))
         except (ValueError, RecursionError) as error:
             raise self.error(f"the header is no JSON text ({error})") from error
         if type(header) is not dict or type(header.get("columns")) is not list:

@@ -279,7 +279,7 @@ def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bo
 
 def _load_pickle(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:
     """Reads stock's pickle, which must fill `data`."""
-    keys = scan_stock(data, path)
+    keys = scan_stock(data, path, trusted=trusted)
     metadata: object = load_stock_metadata(
         data, path, safe_globals, trusted=trusted, compound_keys=keys
     )

@@ -18,7 +18,7 @@ from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.object_claim import SmallObject
 from torch_dcpx.storage.place import SmallContent
-from torch_dcpx.unpickle.unpickler import malformed_is_corruption
+from torch_dcpx.unpickle.unpickler import is_heavy, scanned
 
 MAGIC = b"DCPXMETA"
 VERSION = 1
@@ -61,12 +61,13 @@ def has_tail(content: Content) -> bool:
     return at >= 0 and bytes(content.part(at, len(MAGIC))) == MAGIC
 
 
-def scan_stock(data: bytes, path: str) -> int:
+def scan_stock(data: bytes, path: str, *, trusted: bool = False) -> int:
     """Scans a file of stock's, which one pickle must fill; returns its number of compound keys."""
     try:
-        with malformed_is_corruption("scan the pickle of", path=path, fqn=None):
-            end, compound_keys = _C.scan_keys(data)
+        end, compound_keys = scanned(data, path=path, fqn=None, trusted=trusted)
     except CorruptionError as error:
+        if is_heavy(error):
+            raise
         # Where the scan has stopped says nothing of where the damage is.
         what = f"its {len(data)} B are not what a save writes" if data else "it is empty"
         fields = {"path": path, "offset": error.offset, "nbytes": error.nbytes}

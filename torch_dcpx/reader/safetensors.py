@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
@@ -254,8 +254,8 @@ def read_index(directory: Place, name: str) -> dict[str, str]:
             raise fail(f"it holds {file.nbytes} B, more than {MAX_HEADER_BYTES}")
         text = file.part(0, file.nbytes)
     try:
-        index: Any = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
+        index: Any = parsed_json(text, unique_keys)
+    except ValueError as error:
         raise fail(f"no JSON that it may be: {str(error)[:200]}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) - {str}:

@@ -23,6 +23,9 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # memory while it is planned, and a header could name two million.
 MAX_FILE_TENSORS = 250_000
 _MAX_MARKS = 16 * MAX_FILE_TENSORS  # of JSON; each may become an object of a hundred bytes
+# Of a tensor; what else there is are notes.
+_MARKS = {b":": (4, "pairs"), b"[": (2, "lists"), b'"': (10, "quotation marks")}
+_MAX_NOTES = 400_000
 NOTES_NAME = "__metadata__"  # what no tensor can be called
 _SAVED_NOTE = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: JSON
 _MAX_DIMS = 64  # torch's own
@@ -104,6 +107,7 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
             f"'{path}' has a header of {marks} values and lists, more than {_MAX_MARKS}: nothing "
             "that is loaded has so many"
         )
+    _check_marks(header, path)
     objects = itertools.count(1)
 
     def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -133,6 +137,20 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
     if at != held:
         raise fail(f"its tensors end at byte {at} of {held} B behind the header")
     return entries
+
+
+def _check_marks(header: bytes, path: str) -> None:
+    """Raises UnsupportedError where more pairs, lists or texts stand in a header than its tensors
+    have: each takes a hundred bytes, and two of the file.
+    """
+    tensors = min(header.count(b"{"), MAX_FILE_TENSORS)
+    for mark, (per_tensor, what) in _MARKS.items():
+        count, most = header.count(mark), per_tensor * tensors + _MAX_NOTES
+        if count > most:
+            raise UnsupportedError(
+                f"'{path}' has a header of {count} {what}, more than {most}: nothing that is "
+                "loaded has so many"
+            )
 
 
 def encode_header(rows: Sequence[HeaderEntry], notes: Mapping[str, str]) -> bytes:

@@ -35,6 +35,9 @@ from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corr
 
 _MAX_DIRECTORY_BYTES = 32 << 20  # of 250,000 records and more
 _MAX_PICKLE_BYTES = 100_000_000  # as of a safetensors header
+_MAX_NAMES_BYTES = 128 << 20  # that flattened names may take, with
+_NAME_BYTES, _DEPTH_BYTES = 250, 8  # for each, and each of the dicts around it
+_MAX_LOOKS = 20_000_000
 _LOCAL = struct.Struct("<4s22xHH")  # magic, and the lengths of name and extra
 _PICKLE = "data.pkl"
 
@@ -97,6 +100,7 @@ def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] =
             if not isinstance(value, dict):
                 kind = type(value).__name__
                 raise UnsupportedError(f"'{path}' holds a {kind}, not a dict of tensors")
+            _refuse_many_names(value, path)
             flat, paths = flatten_state_dict(value)
             tensors = {n: one for n, one in flat.items() if isinstance(one, torch.Tensor)}
             if len(tensors) > MAX_FILE_TENSORS:
@@ -107,6 +111,32 @@ def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] =
     objects = {n: one for n, one in flat.items() if n not in tensors}
     own_paths = {n: paths[n] for n in places}
     return TorchFile(directory_path, places, own_paths, digest, {name: state}, objects)
+
+
+def _refuse_many_names(value: dict[Any, Any], path: str) -> None:
+    """Raises UnsupportedError where flattened names take far more memory than what they name: a
+    dict within itself many times, or very deep ones. As torch flattens, lists of plain values are
+    values.
+    """
+    left_bytes, left_looks = _MAX_NAMES_BYTES, _MAX_LOOKS
+    stack: list[tuple[Any, int, int, int]] = [(value, 0, 0, 0)]
+    while stack:
+        one, depth, name_bytes, lists = stack.pop()
+        is_dict = isinstance(one, dict)
+        items: Any = one.items() if is_dict else enumerate(one)
+        lists = 0 if is_dict else lists + 1
+        left_looks -= len(one) * lists  # each list around asks what is in it
+        if is_dict or any(isinstance(part, (dict, list, torch.Tensor)) for part in one):
+            left_bytes -= len(one) * (_NAME_BYTES + _DEPTH_BYTES * depth + name_bytes)
+        if left_bytes < 0 or left_looks < 0:
+            raise UnsupportedError(
+                f"'{path}' has dicts and lists whose names would take far more than it has bytes"
+            )
+        for key, part in items:
+            own = len(key) if isinstance(key, str) else 0
+            left_bytes -= own
+            if isinstance(part, (dict, list)) and part:
+                stack.append((part, depth + 1, name_bytes + own, lists))
 
 
 def _refuse_overlaps(places: Mapping[str, RawPlace], path: str) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.system_calls import (
@@ -107,7 +108,7 @@ def _fsync_entries(fd: int, path: Path) -> None:
 def fsync_path(path: Path) -> None:
     """Makes the entries of a directory durable. Raises: StorageError."""
     with storage_errors("fsync directory", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _fsync_entries(fd, path)
         finally:
@@ -240,7 +241,7 @@ class Directory:
         """Opens `path`. Raises: StorageError."""
         self.path = path
         try:
-            self.fd = os.open(path, self.FLAGS)
+            self.fd = open_file(path, self.FLAGS)
         except OSError as error:
             raise storage_error("open directory", path, error, is_read=True) from error
 
@@ -292,7 +293,7 @@ class Directory:
         """Opens a file of any size. Raises: StorageError; CorruptionError: no regular file."""
         path = self.path / name
         try:
-            fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
+            fd = open_file(name, _READ_FLAGS, dir_fd=self.fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
@@ -310,7 +311,7 @@ class Directory:
         """Returns up to `nbytes` at each offset of a regular file. Raises: StorageError."""
         path = self.path / name
         with storage_errors("read", path, is_read=True):
-            fd = os.open(name, _READ_FLAGS, dir_fd=self.fd)
+            fd = open_file(name, _READ_FLAGS, dir_fd=self.fd)
             try:
                 return [os.pread(fd, nbytes, offset) for offset in offsets]
             finally:
@@ -323,7 +324,7 @@ class Directory:
         views = list(_joined(memoryview(piece).cast("B") for piece in pieces))
         needed, done = sum(view.nbytes for view in views), 0
         try:
-            fd = os.open(name, flags, 0o666, dir_fd=self.fd)
+            fd = open_file(name, flags, 0o666, dir_fd=self.fd)
             try:
                 for view in views:
                     end = done + view.nbytes
@@ -367,7 +368,7 @@ class Directory:
         Does nothing for the root of a mount, which has no entry to lose. Raises: StorageError.
         """
         try:
-            fd = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = open_file("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
                 raise storage_error("open directory", self.path.parent, error) from error

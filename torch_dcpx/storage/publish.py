@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import (
@@ -84,7 +85,7 @@ def _made(directory: Directory, beginning: str) -> tuple[str, int]:
     for _ in range(_MAX_LOST):
         name = f"{beginning}.{machine()}-{uuid.uuid4().hex[:12]}.tmp"
         with storage_errors("create", directory.path / name):
-            fd = os.open(name, _NEW_FILE, 0o666, dir_fd=directory.fd)
+            fd = open_file(name, _NEW_FILE, 0o666, dir_fd=directory.fd)
             try:
                 flock.take(fd, fcntl.LOCK_EX)
                 is_lost = os.fstat(fd).st_nlink == 0
@@ -113,7 +114,7 @@ def _remove_left(directory: Directory, beginning: str) -> None:
     left = re.compile(rf"{re.escape(beginning)}\.{machine()}-[0-9a-f]{{12}}\.tmp")
     for name in filter(left.fullmatch, directory.names()):
         try:
-            fd = os.open(name, _OLD_FILE, dir_fd=directory.fd)
+            fd = open_file(name, _OLD_FILE, dir_fd=directory.fd)
         except OSError:  # gone, or no file
             continue
         try:

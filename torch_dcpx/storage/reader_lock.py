@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import storage_error, storage_errors
@@ -44,7 +45,7 @@ def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
 def _made(name: Path, dir_fd: int | None) -> int:
     """Returns the lock file, open, and made if it was not there."""
     place = name if dir_fd is None else READERS_NAME
-    return os.open(place, _FLAGS | os.O_CREAT, 0o666, dir_fd=dir_fd)
+    return open_file(place, _FLAGS | os.O_CREAT, 0o666, dir_fd=dir_fd)
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def _shared(path: AnyPath | None) -> tuple[int, bool]:
     fd = -1
     try:
         if path is not None and not is_url(path):  # a store has no locks
-            fd = os.open(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
+            fd = open_file(Path(os.fsdecode(path)) / READERS_NAME, _FLAGS)
             flock.take(fd, fcntl.LOCK_SH)
     except (OSError, ValueError, TypeError) as error:
         logger.debug("read '%s' without a lock: %s", path, error)

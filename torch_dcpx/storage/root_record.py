@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.holder import Holder
@@ -145,7 +146,7 @@ class FileRecord:
             path = self.path / name
             try:
                 flags = _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL
-                fd = os.open(name, flags, 0o666, dir_fd=directory.fd)
+                fd = open_file(name, flags, 0o666, dir_fd=directory.fd)
             except FileExistsError:
                 return None
             except OSError as error:
@@ -182,7 +183,7 @@ class FileRecord:
         name = root_lock_name(self._number)
         try:
             with Directory(self.path) as directory:
-                fd = os.open(name, _FLAGS | os.O_WRONLY, dir_fd=directory.fd)
+                fd = open_file(name, _FLAGS | os.O_WRONLY, dir_fd=directory.fd)
                 try:
                     status = os.fstat(fd)
                     is_own = (status.st_dev, status.st_ino) == self._own

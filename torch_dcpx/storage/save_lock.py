@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, unquote
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage import flock
@@ -105,8 +106,8 @@ def owner_of(directory: Directory, name: str) -> str:
             owner = f"host={words.get('host', '')} pid={words.get('pid', '')}"
             if words.get("boot") == boot_id() and words.get("host") == socket.gethostname():
                 # A file system may show locks under another device than its files.
-                pid = words.get("pid", "")
-                if pid.isdigit() and Path(f"/proc/{pid}").exists() and _is_taken(file.fd):
+                is_alive = words.get("pid", "").isdigit() and Path(f"/proc/{words['pid']}").exists()
+                if is_alive and _is_taken(file.fd):
                     return owner
             elif _is_taken(file.fd):
                 return owner
@@ -201,13 +202,13 @@ class SaveLock:
         """Returns a descriptor, and whether it can be written: another user may own the file."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            return os.open(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
+            return open_file(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
         except PermissionError as error:
             refusal = error  # a lock needs no more than reading
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
         try:
-            return os.open(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
+            return open_file(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
         except FileNotFoundError:  # and may not be made: somebody can mend that
             raise storage_error("open lock", self.path, refusal) from refusal
         except OSError as error:

@@ -141,7 +141,7 @@ class Settler:
     def __call__(self, raw: Any) -> Any:
         """Returns the real object of `raw`, or refuses a part that its class does not take."""
         kind = type(raw)
-        if kind in _ATOMS:
+        if kind in _ATOMS or (not raw and (kind is list or kind is dict)):
             return raw
         made = self._memo.get(id(raw), EMPTY)
         if made is _BUILDING:

@@ -44,6 +44,7 @@ _STORED, _DEFLATED = 0, 8
 _LEGACY_PICKLES = 5  # of torch.save before 1.6: magic, protocol, machine, object, keys
 _CALLS_BASE_BYTES, _CALLS_PER_BYTE = 16 << 20, 4  # what calls may make of a pickle's texts
 _MAX_CALLED = 64  # numbers; a tensor's own pickle calls OrderedDict() with none
+_MAX_CLASSES = 1000  # each takes a kilobyte
 _SIMPLE = (str, bytes, int, float, bool, type(None))
 _MAX_PARTS = 8
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
@@ -146,6 +147,8 @@ class _AnyName(dict[tuple[str, str], StandInType]):
 
     def get(self, key: tuple[str, str], _default: Any = None) -> StandInType:
         if key not in self:
+            if len(self) >= _MAX_CLASSES:
+                refuse(f"names more than {_MAX_CLASSES} classes and functions")
             # As torch reads it: pickles of protocol 2 have the names of Python 2.
             module, name = NAME_MAPPING.get(key, (IMPORT_MAPPING.get(key[0], key[0]), key[1]))
             name = f"{module}.{name}"

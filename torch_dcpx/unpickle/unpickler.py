@@ -32,8 +32,10 @@ from torch_dcpx.unpickle.stand_ins import (
 )
 
 _MAX_NAMES = 16  # that an error lists
+_TRUST = "if you trust whoever wrote this checkpoint, pass trusted=True"
+_ANY_COST = 1 << 62
 _DOTTED = re.compile(r"\w+(\.\w+)+")
-MAX_MESSAGE = 300  # characters quoted of a cause, whose text may come from the file
+MAX_MESSAGE = 200  # characters quoted of a cause, whose text may come from the file
 
 # CPython's unpickler, torch and numpy raise these for a damaged pickle.
 _MALFORMED = (
@@ -140,6 +142,36 @@ def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterato
         raise CorruptionError(f"{verb} {where}: {cause}", path=path, fqn=fqn) from error
 
 
+def scanned(
+    data: bytes | memoryview,
+    *,
+    path: str,
+    fqn: str | None,
+    allow_persid: bool = False,
+    may_trust: bool = True,
+    trusted: bool = False,
+) -> tuple[int, int]:
+    """Returns the size of the pickle with which `data` begins, and how many compound keys it has.
+
+    Args: as `RestrictedUnpickler`; `trusted`: it may take any memory.
+
+    Raises: CorruptionError: as `RestrictedUnpickler`.
+    """
+    room = {"base_cost": _ANY_COST} if trusted else {}
+    try:
+        with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
+            return _C.scan_keys(data, allow_persid, **room)
+    except CorruptionError as error:
+        if is_heavy(error) and may_trust:
+            error.message += f"; {_TRUST}"
+        raise
+
+
+def is_heavy(error: CorruptionError) -> bool:
+    """Returns whether a pickle was refused for the memory that its objects would take."""
+    return "of memory for its" in error.message
+
+
 def _python3_name(module: str, name: str) -> str:
     """Returns the dotted name of what a pickle names, which may be by a name of Python 2."""
     pair = NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
@@ -203,8 +235,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         # the bytes.
         nbytes = len(data)
         if compound_keys is None:
-            with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
-                nbytes, compound_keys = _C.scan_keys(data, allow_persid=load_storage is not None)
+            has_storages = load_storage is not None
+            nbytes, compound_keys = scanned(
+                data, path=path, fqn=fqn, allow_persid=has_storages, may_trust=may_trust
+            )
         self._data = memoryview(data)[:nbytes]
         self._has_many_keys = compound_keys > MAX_COMPOUND_KEYS
         # utf-8 is what torch.load passes; it matters for strings of Python 2 only.
@@ -238,7 +272,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         names = [name, *(one for one in self._other_names() if one != name)]
         ways = [way_to_allow(names)] if all(map(_DOTTED.fullmatch, names)) else []
         if self._may_trust:
-            ways.append("if you trust whoever wrote this checkpoint, pass trusted=True")
+            ways.append(_TRUST)
         return "; " + ", or ".join(ways) if ways else ""
 
     def _other_names(self) -> list[str]:

@@ -198,6 +198,8 @@ class _Run:
         *recorded: Recorded,
     ) -> None:
         self._sides = one, two
+        for side in self._sides:
+            side.check_claims()
         self._tolerance = tolerance
         self._recorded = recorded
         self.read_bytes = 0
