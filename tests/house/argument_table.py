@@ -183,6 +183,11 @@ TABLE: Table = {
             "progress": (True, 3, "bar"),
         },
     ),
+    "ls": (
+        dcpx.ls,
+        {"path": "good"},
+        {"path": (None, *NOT_PATHS), "with_all": NOT_SWITCHES},
+    ),
     "repair": (
         dcpx.repair,
         {"path": "good"},
