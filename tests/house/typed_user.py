@@ -205,6 +205,8 @@ def keeps() -> None:
     )
     print(report.nbytes, dcpx.export("ckpt", Path("out"), key_map=KeyMap(), dtype=torch.float16))
     checked: dcpx.VerifyReport = dcpx.verify("ckpt", workers=2)
+    held: dcpx.Inspection = dcpx.inspect("ckpt", keys=["model.*"])
+    print(held, held.parameters, held.items[0].parts[0].nbytes)
     findings: list[dcpx.Finding] = list(checked.findings)
     for finding in findings:
         print(finding.file, finding.message, checked.ok)
