@@ -136,7 +136,7 @@ def test_copies_of_what_is_on_meta_are_refused_by_name_before_anything_is_read(
     with torch.device("meta"):
         model = cloning(plain())
     before = _C.call_counts()
-    with pytest.raises(dcpx.UnsupportedError, match=r"copies.* on meta: '0\.weight', '0\.bias'"):
+    with pytest.raises(dcpx.UnsupportedError, match=r"copies.* on meta: .* of `0\.\*`"):
         dcpx.load_pretrained(model, tmp_path)
     assert all(p.is_meta for p in model.parameters())
     assert _C.call_counts() == before

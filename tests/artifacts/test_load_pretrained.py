@@ -158,7 +158,7 @@ def test_links_fifos_and_directories_without_weights_are_refused(tmp_path: Path)
     st.save_file(untied(net()), real / "model.safetensors")
     (tmp_path / "link").mkdir()
     (tmp_path / "link/model.safetensors").symlink_to(real / "model.safetensors")
-    with pytest.raises(dcpx.UnsupportedError, match=r"is a link.*local_dir="):
+    with pytest.raises(dcpx.UnsupportedError, match="is a link, which is not followed: name"):
         dcpx.load_pretrained(meta_net(), tmp_path / "link")
     (tmp_path / "fifo").mkdir()
     os.mkfifo(tmp_path / "fifo/model.safetensors")

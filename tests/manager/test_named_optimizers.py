@@ -59,7 +59,7 @@ def test_an_optimizer_that_is_not_given_is_told(tmp_path: Path, make: Any) -> No
     manager_of(tmp_path).save(1, **given)
     other = parts("a", seed=1, make=make)
     before = other["model"][0].weight.clone()
-    with pytest.raises(MismatchError, match=r"'optimizer\.b\..*; give each optimizer") as caught:
+    with pytest.raises(MismatchError, match=r"`optimizer\.b\..*; give each optimizer") as caught:
         manager_of(tmp_path).resume(**other)
     assert caught.value.left and "allow_missing" in str(caught.value)
     assert other["model"][0].weight.equal(before) and not other["optimizer"]["a"].state

@@ -355,7 +355,7 @@ def test_states_of_a_parameter_that_is_in_no_group_are_not_left_out(
     manager_of(tmp_path).save(1, **parts(training))
     other.optimizer = of_both(other, has_second=False)
     before = described(dict(other.model.named_parameters()))
-    with pytest.raises(MismatchError, match=r"'optimizer\.state\.1\..*add_param_group") as caught:
+    with pytest.raises(MismatchError, match=r"`optimizer\.state\.1\..*add_param_group") as caught:
         manager_of(tmp_path).resume(**parts(other), strict=strict)
     assert len(caught.value.left or ()) == 6
     assert described(dict(other.model.named_parameters())) == before

@@ -22,6 +22,7 @@ from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,
     TOMBSTONE_NAME,
+    is_artifact_name,
     is_data_file_name,
     is_metadata_name,
 )
@@ -57,6 +58,9 @@ def absent(path: str | os.PathLike[str]) -> str:
 
 def linked(path: str | os.PathLike[str]) -> str:
     """Returns why a file that is a link is not read, and what to do."""
+    meant = Path(path).resolve()
+    if is_artifact_name(meant.name) and meant.is_file():
+        return f"'{path}' is a link, which is not followed: name '{meant}'"
     folder = shlex.quote(str(Path(path).parent))
     return (
         f"'{path}' is a link, and no link is followed (Hugging Face's cache consists of them): "
