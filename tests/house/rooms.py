@@ -86,6 +86,7 @@ MODULES_WITHOUT_TORCH = {
     "_arguments",
     "_environment",
     "_integers",
+    "_keywords",
     "errors",
     "hook.autoload",
     "hook.settings",
