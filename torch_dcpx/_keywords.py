@@ -6,7 +6,6 @@ right costs a frame. Names of other libraries are known. Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import inspect
@@ -167,5 +166,5 @@ def _options_of(parameters: Mapping[str, inspect.Parameter]) -> Iterable[tuple[s
     for name, one in parameters.items():
         for cls in (WriteOptions, ReadOptions):
             if cls.__name__ in str(one.annotation):
-                for field in dataclasses.fields(cls):
-                    yield field.name, f"{name}={cls.__name__}("
+                for field in inspect.signature(cls).parameters:
+                    yield field, f"{name}={cls.__name__}("

@@ -87,6 +87,7 @@ MODULES_WITHOUT_TORCH = {
     "_arguments",
     "_environment",
     "_integers",
+    "_keywords",
     "_text",
     "errors",
     "hook.autoload",
