@@ -130,12 +130,7 @@ def checked_arguments(
     globs = None
     if keys is not None:
         globs = (keys,) if isinstance(keys, str) else checked_globs("keys", keys, "['model.*']")
-    if isinstance(path, (nn.Module, Mapping)):
-        way = "; source and path are swapped: export(source, path)"
-        raise must_be("path", path, "a path", way)
-    check_type("path", path, (str, os.PathLike), "a path")
-    way_out = "an export writes to file systems, s3:// and az://"
-    directory = location_of(checked_location(path, way_out))
+    directory = _destination(path)
     by_name = "torch" if directory.suffix in TORCH_SUFFIXES else None
     by_name = "safetensors" if directory.suffix == ".safetensors" else by_name
     if file_format is None and by_name is None and directory.suffix[1:].isalpha():
@@ -168,15 +163,32 @@ def checked_arguments(
     limit, names = _shard_bytes(max_shard_bytes), checked_map(key_map) or KeyMap()
     to = None if dtype is None else dtype_name(dtype)
     notes = _notes(metadata, is_torch=is_torch)
+    beside, adapter = _directories(config, merge_lora)
+    if adapter is not None:
+        names = KeyMap(base_name, *names.rules, wrappers=names.wrappers)
+    return ExportArguments(
+        directory, stem, globs, names, limit, is_torch, to, notes, overwrite, beside, adapter
+    )
+
+
+def _destination(path: Any) -> Location:
+    """Returns the path. Raises: OptionError, UnsupportedError."""
+    if isinstance(path, (nn.Module, Mapping)):
+        way = "; source and path are swapped: export(source, path)"
+        raise must_be("path", path, "a path", way)
+    check_type("path", path, (str, os.PathLike), "a path")
+    way_out = "an export writes to file systems, s3:// and az://"
+    return location_of(checked_location(path, way_out))
+
+
+def _directories(config: Any, merge_lora: Any) -> tuple[dict[str, bytes], Adapter | None]:
+    """Returns what these directories hold. Raises: as `companions_in`, `Adapter`."""
     beside, adapter = {}, None
     if config is not None:
         beside = companions_in(Path(checked_path(config, "copy it here", "config")))
     if merge_lora is not None:
         adapter = Adapter(Path(checked_path(merge_lora, "copy it here", "merge_lora")))
-        names = KeyMap(base_name, *names.rules, wrappers=names.wrappers)
-    return ExportArguments(
-        directory, stem, globs, names, limit, is_torch, to, notes, overwrite, beside, adapter
-    )
+    return beside, adapter
 
 
 def _digest(files: Mapping[str, bytes]) -> str | None:

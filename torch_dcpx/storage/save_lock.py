@@ -103,14 +103,12 @@ def owner_of(directory: Directory, name: str) -> str:
             return held
         for line in _lines(file.part(0, min(file.nbytes, _MAX_RECORD_BYTES))):
             words = dict(word.partition("=")[::2] for word in line.split())
-            owner = f"host={words.get('host', '')} pid={words.get('pid', '')}"
-            if words.get("boot") == boot_id() and words.get("host") == socket.gethostname():
-                # A file system may show locks under another device than its files.
-                is_alive = words.get("pid", "").isdigit() and Path(f"/proc/{words['pid']}").exists()
-                if is_alive and _is_taken(file.fd):
-                    return owner
-            elif _is_taken(file.fd):
-                return owner
+            pid, host = words.get("pid", ""), words.get("host", "")
+            is_here = words.get("boot") == boot_id() and host == socket.gethostname()
+            # A file system may show locks under another device than its files.
+            may_hold = not is_here or (pid.isdigit() and Path(f"/proc/{pid}").exists())
+            if may_hold and _is_taken(file.fd):
+                return f"host={host} pid={pid}"
     return ""
 
 
