@@ -167,11 +167,7 @@ TABLE: Table = {
             **LOOKS,
         },
     ),
-    "stats": (
-        dcpx.stats,
-        {"path": "good"},
-        {"path": (None, *NOT_PATHS), "keys": NOT_KEYS, **LOOKS},
-    ),
+    "stats": (dcpx.stats, {"path": "good"}, {"path": NOT_PATHS, "keys": NOT_KEYS, **LOOKS}),
     "verify": (
         dcpx.verify,
         {"path": "good"},
@@ -183,11 +179,7 @@ TABLE: Table = {
             "progress": (True, 3, "bar"),
         },
     ),
-    "ls": (
-        dcpx.ls,
-        {"path": "good"},
-        {"path": (None, *NOT_PATHS), "with_all": NOT_SWITCHES},
-    ),
+    "ls": (dcpx.ls, {"path": "good"}, {"path": (None, *NOT_PATHS), "with_all": NOT_SWITCHES}),
     "repair": (
         dcpx.repair,
         {"path": "good"},

@@ -291,9 +291,10 @@ class CheckpointManager:
             tag_or_model: a checkpoint by tag or step, which stays meanwhile; or a module as it is
                 now, by the names in a checkpoint of it.
             path: directory, or the file in it, of the artifact; the same on every rank.
-            format, keys, key_map, max_shard_bytes, dtype, metadata, overwrite, config,
-                merge_lora: as `torch_dcpx.export`. Default: the model only, as safetensors. Of a
-                tag, `keys` are names with "model.", "optimizer." and so on.
+            format, keys, key_map, max_shard_bytes, dtype, metadata: as `torch_dcpx.export`.
+                Default: the model only, as safetensors. Of a tag, `keys` are names with "model.",
+                "optimizer." and so on.
+            overwrite, config, merge_lora: as `torch_dcpx.export`.
             options: of the export. Default None: those of the manager.
 
         Raises:
