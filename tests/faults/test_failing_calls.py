@@ -26,7 +26,15 @@ from support.slow_states import CopyingPlanner
 from support.states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_dcpx import _C, DcpxError, DcpxReader, DcpxWriter, StorageError, WriteOptions
+from torch_dcpx import (
+    _C,
+    DcpxError,
+    DcpxReader,
+    DcpxWriter,
+    StorageError,
+    WriteOptions,
+    _descriptors,
+)
 from torch_dcpx.storage import directory
 
 ROOM = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG]  # may be cured by room
@@ -260,6 +268,11 @@ class CountingOs:
         return call
 
 
+def patch_python(patch: pytest.MonkeyPatch, failing: CountingOs) -> None:
+    for module in (directory, _descriptors):  # which opens files for all of the package
+        patch.setattr(module, "os", failing)
+
+
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("code", ONE_HARD, ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "rename", "listdir", "fstat"])
@@ -269,7 +282,7 @@ def test_save_with_any_call_of_python_failing_leaves_old_or_new(
 ) -> None:
     save(state_of(0), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "os", CountingOs(name, 0, code))
+        patch_python(patch, CountingOs(name, 0, code))
         try_save(0, tmp_path)
     assert_loads(state_of(0), tmp_path)  # what a load imports is not counted
     held = Held()
@@ -278,7 +291,7 @@ def test_save_with_any_call_of_python_failing_leaves_old_or_new(
         before = files_in(tmp_path)
         failing = CountingOs(name, nth, code)
         with monkeypatch.context() as patch:
-            patch.setattr(directory, "os", failing)
+            patch_python(patch, failing)
             error = try_save(nth + 1, tmp_path)
         held.assert_no_file_or_thread_more()
         is_fired = failing.calls[name] > nth

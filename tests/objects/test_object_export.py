@@ -67,7 +67,7 @@ def test_failing_reads_leave_the_old_file(
     dcpx.save({"model": new.state_dict()}, object_prefix)
     object_proxy.fail("get_object", "truncate", key="distcp", times=None)
     with pytest.raises(StorageError, match=r"get .*distcp"):
-        dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True)
+        dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True, overwrite=True)
     check_file(tmp_path / "m.safetensors", old)
     object_proxy.heal()
     dcpx.export(object_prefix, tmp_path / "m.safetensors", no_dist=True, overwrite=True)

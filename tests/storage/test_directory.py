@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.machine import seconds
 
-from torch_dcpx import CorruptionError, StorageError
+from torch_dcpx import CorruptionError, StorageError, _descriptors
 from torch_dcpx.storage import directory, system_calls
 from torch_dcpx.storage.directory import Directory, make_directory
 
@@ -266,8 +266,8 @@ def test_failing_call_is_one_storage_error_with_errno_and_path(
     (tmp_path / "file").write_text("x")
     failing = FailingOs(name, code)
     with Directory(tmp_path) as opened, monkeypatch.context() as patch:
-        patch.setattr(directory, "os", failing)
-        patch.setattr(system_calls, "os", failing)
+        for module in (directory, system_calls, _descriptors):
+            patch.setattr(module, "os", failing)
         with pytest.raises(StorageError) as caught:
             OPERATIONS[name](opened)
     assert caught.value.errno == code
