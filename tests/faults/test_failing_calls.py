@@ -123,7 +123,9 @@ def assert_names_room(error: StorageError) -> None:
         str(error),
     )
     assert numbers is not None, str(error)
-    is_of_names = str(error).startswith(("create", "rename", "mkdir", "fsync directory"))
+    is_of_names = str(error).startswith(
+        ("create", "rename", "mkdir", "fsync directory", "open lock")
+    )
     if is_of_names:
         assert (error.offset, error.nbytes) == (None, None)
     else:
