@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
-from torch_dcpx.errors import DcpxError, StorageError
+from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
 from torch_dcpx.integrity.states import Seen, state_at, walk
 from torch_dcpx.integrity.way_out import settled
@@ -30,8 +30,11 @@ class _Row(NamedTuple):
 def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as_json: bool) -> int:
     """Prints the leftovers at `paths`. Returns the exit code: that of the worst error.
 
-    Raises: StorageError: a path cannot be listed, or is a URL beneath which nothing lies.
+    Raises: StorageError: a path cannot be listed, or is a URL beneath which nothing lies;
+    OptionError: a grace that is no number.
     """
+    if grace_s is not None and grace_s != grace_s:
+        raise OptionError("--grace is no number of seconds: nan", option="grace", value=grace_s)
     rows: dict[Location, list[_Row]] = {}
     notes: list[str] = []
     codes = {FINE}
