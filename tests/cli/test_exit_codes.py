@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,6 +94,9 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         ("export unfinished x.safetensors", 1, "of an unfinished save"),
         ("inspect removed", 2, "its manager has removed it"),
         ("cat removed step", 2, "its manager has removed it"),
+        ("ls ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
+        ("inspect ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
+        ("gc ranks", 0, "`dcpx repair ranks` may make it anew"),
         ("inspect lost", 1, "'__0_0.distcp' is missing"),
         ("diff A lost", 1, "`dcpx verify lost` lists all damage"),
         ("cat lost step", 1, "`dcpx verify lost` lists all damage"),
@@ -118,11 +122,13 @@ def test_1_is_damage_and_2_what_has_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = ("A", "root/step-1", "unfinished", "removed", "lost", "trainer/checkpoint-1/model")
-    for name in names:
+    names = ("A", "root/step-1", "unfinished", "removed", "lost", "ranks")
+    for name in (*names, "trainer/checkpoint-1/model"):
         save({"a": torch.ones(2), "step": 1}, tmp_path / name)
     (tmp_path / "unfinished/.metadata").unlink()
     (tmp_path / "removed/.metadata").rename(tmp_path / "removed/.dcpx.deleted")
+    (tmp_path / "ranks/.metadata").rename(tmp_path / "ranks/__0.metadata")
+    shutil.copy(tmp_path / "ranks/__0_0.distcp", tmp_path / "ranks/__1_0.distcp")
     (tmp_path / "lost/__0_0.distcp").unlink()
     (tmp_path / "shards").mkdir()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}

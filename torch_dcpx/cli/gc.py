@@ -10,8 +10,9 @@ from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.states import Seen, state_at, walk
+from torch_dcpx.integrity.states import Seen, ranks_without_metadata, state_at, walk
 from torch_dcpx.integrity.way_out import settled
+from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 
@@ -77,7 +78,11 @@ def _looked_at(
         elif seen.state.kind == "removed":
             yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)
         else:
-            yield from _left(seen.path, delete, grace_s)
+            names = [] if seen.look is None or delete else seen.look.names
+            alone = ranks_without_metadata(names)
+            way = f"{command('repair', seen.path)} may make it anew"
+            text = f"'{alone[0]}' is of a rank whose metadata is not there: {way}" if alone else ""
+            yield from _left(seen.path, delete, grace_s, text=text)
     except DcpxError as error:
         with suppress(StorageError):
             if seen.place is not None and state_at(seen.path).kind != seen.state.kind:

@@ -142,8 +142,9 @@ def _is_of_lost_file(error: Exception) -> bool:
     """Returns whether a data file is not there that metadata, or an index, names."""
     if not isinstance(error, StorageError) or error.errno != errno.ENOENT:
         return False
-    name = PurePath(str(error.path)).name
-    return is_data_file_name(name) or bool(_SHARD.search(name))
+    path = str(error.path)
+    is_shard = "://" not in path and _SHARD.search(path)  # a URL may be what was asked about
+    return is_data_file_name(PurePath(path).name) or bool(is_shard)
 
 
 def _is_unfinished(error: NotCommittedError) -> bool:

@@ -98,12 +98,16 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
     if saver:
         return f"{text}: a save is under way ({saver})"
     if files:
+        late = "" if isinstance(path, Path) else ", or of one under way"
+        left = f"{counted(files, 'data file')} of an unfinished save{late}"
         return (
-            f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "
-            f"well, {command('repair', path)} makes '{METADATA_NAME}' anew"
+            f"{text}, but {left}; if it had ended well, {command('repair', path)} makes "
+            f"'{METADATA_NAME}' anew"
         )
-    beneath = _checkpoints_in(path, is_deep=True) if isinstance(path, Path) else []
-    if not beneath or not isinstance(path, Path):
+    if not isinstance(path, Path):
+        return f"{text}; {command('ls', path)} shows what lies beneath it"
+    beneath = _checkpoints_in(path, is_deep=True)
+    if not beneath:
         return text
     is_root = POINTER_NAME in names
     root = "; CheckpointManager.resume takes the newest of them" if is_root else ""

@@ -27,10 +27,10 @@ def globs_of(keys: str | Iterable[str] | None) -> list[str] | None:
     return globs
 
 
-def chosen(names: Collection[str], keys: str | Iterable[str] | None, where: str) -> list[str]:
+def chosen(names: Collection[str], keys: str | Iterable[str] | None, *paths: str) -> list[str]:
     """Returns the names that keys mean, in their order; None means all.
 
-    Raises: UnknownNameError: a key means none of them, which lie `where`. OptionError.
+    Raises: UnknownNameError: a key means none of them, which lie at `paths`. OptionError.
     """
     globs = globs_of(keys)
     if globs is None:
@@ -41,6 +41,7 @@ def chosen(names: Collection[str], keys: str | Iterable[str] | None, where: str)
         more = "" if near or len(names) <= _MAX_SHOWN else ", ..."
         lead = "did you mean" if near else f"there {counted(len(names), 'item is', 'items are')}"
         way = f"{lead}: {', '.join(map(repr, some))}{more}" if some else lead
+        where = " and ".join(f"'{path}'" for path in paths)
         wrong = f"{where}: {glob!r} is no name there, nor a glob of some; {way}"
-        raise UnknownNameError(wrong, fqn=glob, nearest=tuple(near))
+        raise UnknownNameError(wrong, fqn=glob, path=paths[0], nearest=tuple(near))
     return chosen_names(names, globs)
