@@ -123,7 +123,7 @@ def test_keys_choose_names_and_an_exact_name_is_no_glob(tmp_path: Path) -> None:
     paths = sides(tmp_path, a, b)
     assert set(changes(dcpx.diff(*paths, keys="w[0]"))) == {"w[0]"}
     assert set(changes(dcpx.diff(*paths, keys=["w*", "new"]))) == {"w[0]", "w0", "new"}
-    with pytest.raises(dcpx.UnknownNameError, match="did you mean: 'step'"):
+    with pytest.raises(dcpx.UnknownNameError, match="did you mean 'step'"):
         dcpx.diff(*paths, keys="steps")
     result = CliRunner().invoke(app, ["diff", *map(str, paths), "-k", "none"])
     assert result.exit_code == 2 and "'none'" in result.output
