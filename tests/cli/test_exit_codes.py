@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +85,31 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         ("inspect unfinished", 1, "of an unfinished save"),
         ("export A x.safetensors -k typo", 2, "'typo'"),
         ("export empty x.safetensors", 2, "no committed checkpoint"),
+        ("inspect trainer", 2, "'checkpoint-1/model' (`dcpx ls trainer`): name one of them"),
+        ("repair trainer", 2, "'checkpoint-1/model' (`dcpx ls trainer`): name one of them"),
+        ("diff A unfinished", 1, "of an unfinished save"),
+        ("diff unfinished A", 1, "of an unfinished save"),
+        ("cat unfinished step", 1, "of an unfinished save"),
+        ("stats unfinished", 1, "of an unfinished save"),
+        ("export unfinished x.safetensors", 1, "of an unfinished save"),
+        ("inspect removed", 2, "its manager has removed it"),
+        ("cat removed step", 2, "its manager has removed it"),
+        ("ls ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
+        ("inspect ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
+        ("gc ranks", 0, "`dcpx repair ranks` may make it anew"),
+        ("inspect lost", 1, "'__0_0.distcp' is missing"),
+        ("diff A lost", 1, "`dcpx verify lost` lists all damage"),
+        ("cat lost step", 1, "`dcpx verify lost` lists all damage"),
+        ("stats lost", 1, "`dcpx verify lost` lists all damage"),
+        ("export lost x.safetensors", 1, "`dcpx verify lost` lists all damage"),
+        ("repair lost", 1, "it mends no data: '__0_0.distcp' is missing (`dcpx verify lost`)"),
+        ("verify shards", 1, "No such file"),
+        ("inspect shards", 1, "No such file"),
+        ("cat shards *", 1, "No such file"),
+        ("inspect A --overwrite", 2, "--overwrite is for --html"),
+        ("trace A --html x.html --out x.html", 2, "--html and --out name one file"),
+        ("gc A --grace nan", 2, "nan"),
+        ("verify empty", 2, "holds no checkpoint"),
         ("repair empty", 2, "there is no data file"),
         ("repair root", 2, "name one of them"),
         ("repair unfinished", 1, "nothing was written"),
@@ -96,10 +122,19 @@ def test_1_is_damage_and_2_what_has_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, code: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("A", "root/step-1", "unfinished"):
+    names = ("A", "root/step-1", "unfinished", "removed", "lost", "ranks")
+    for name in (*names, "trainer/checkpoint-1/model"):
         save({"a": torch.ones(2), "step": 1}, tmp_path / name)
     (tmp_path / "unfinished/.metadata").unlink()
+    (tmp_path / "removed/.metadata").rename(tmp_path / "removed/.dcpx.deleted")
+    (tmp_path / "ranks/.metadata").rename(tmp_path / "ranks/__0.metadata")
+    shutil.copy(tmp_path / "ranks/__0_0.distcp", tmp_path / "ranks/__1_0.distcp")
+    (tmp_path / "lost/__0_0.distcp").unlink()
+    (tmp_path / "shards").mkdir()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "shards/model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "empty").mkdir()
     result = CliRunner().invoke(app, line.split())
     assert (result.exit_code, words in result.output) == (code, True), result.output
+    assert "Traceback" not in result.output
     assert not (tmp_path / "x.safetensors").exists()

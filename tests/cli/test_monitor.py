@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -84,6 +85,11 @@ def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Pat
         for step in (3, 6):
             assert "error" in dcpx("repair", root / f"step-{step}", code=2)
         dcpx("verify", root / "step-6", code=2)  # it is no checkpoint yet
+        (root / "step-6/__7_0.distcp").touch()
+        for line in ("inspect", "cat", "stats"):
+            error = dcpx(line, root / "step-6", *["step"] * (line == "cat"), code=2)["error"]
+            assert f"a save is under way (host={socket.gethostname()} pid=" in error["message"]
+        (root / "step-6/__7_0.distcp").unlink()
         names = {path: data_files(path) for path in places}
         dcpx("gc", root, "--delete")
         assert names == {path: data_files(path) for path in places}

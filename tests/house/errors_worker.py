@@ -22,7 +22,7 @@ SAMPLES: dict[str, Any] = {
     "global_name": "os.system", "owner": "host 1",
     "missing": ("a",), "left": ("b",), "shapes": {"b": ((1,), (2,))}, "dtypes": {"c": ("x", "y")},
     "kinds": {"d": "e"}, "nearest": {"a": "aa"}, "candidates": ("x",), "assumptions": ("y",),
-    "is_good": True, "ranks": (1, 2), "waited_s": 2.5,
+    "is_good": True, "files": 4, "ranks": (1, 2), "waited_s": 2.5,
     "phases": ("writing", "planning"),
     "rank": 1, "host": "node1", "phase": "writing", "original": "builtins.KeyError",
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: S
     assert f"{url}/.metadata: written by torch-dcpx" in dcpx("inspect", url).stdout
 
 
-def test_pages_of_inspect_and_diff_ask_no_more_than_the_commands(
+def test_pages_ask_as_the_commands_and_that_of_inspect_for_values_of_objects(
     store: Store, tmp_path: Path
 ) -> None:
     urls = [saved(store, "a"), saved(store, "b", {**STATE, "step": 4})]
@@ -86,7 +87,8 @@ def test_pages_of_inspect_and_diff_ask_no_more_than_the_commands(
         wanted = sorted(asked(store))
         page = tmp_path / f"{command}.html"
         assert dcpx(command, *paths, "--html", page).exit_code == code
-        assert sorted(asked(store)) == wanted
+        more = Counter(asked(store)) - Counter(wanted)
+        assert more.total() <= (8 if command == "inspect" else 0), more
         assert urls[0] in page.read_text()
     assert '"rank":[0]' in (tmp_path / "inspect.html").read_text()
 

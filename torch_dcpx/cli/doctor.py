@@ -233,7 +233,7 @@ def _checkpoints(path: Location) -> Check:
             if seen.path == path and kind == "committed":
                 files = counted(sum(map(is_data_file_name, names)), "data file")
                 saving = f"; a save to it is under way ({seen.state.saving})"
-                text = f"a committed one, {files} (see {command('inspect', path)})"
+                text = f"a committed one, {files}; {command('verify', path)} proves it"
                 return Check("checkpoint", "fine", text + (saving if seen.state.saving else ""))
             if seen.path == path and kind != "none":
                 state: _State = "fine" if kind in ("saving", "removed") else "warning"

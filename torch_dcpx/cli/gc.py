@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
-from torch_dcpx.errors import DcpxError, StorageError
+from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.states import Seen, state_at, walk
+from torch_dcpx.integrity.states import Seen, ranks_without_metadata, state_at, walk
 from torch_dcpx.integrity.way_out import settled
+from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 
@@ -30,8 +31,11 @@ class _Row(NamedTuple):
 def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as_json: bool) -> int:
     """Prints the leftovers at `paths`. Returns the exit code: that of the worst error.
 
-    Raises: StorageError: a path cannot be listed, or is a URL beneath which nothing lies.
+    Raises: StorageError: a path cannot be listed, or is a URL beneath which nothing lies;
+    OptionError: a grace that is no number.
     """
+    if grace_s is not None and grace_s != grace_s:
+        raise OptionError("--grace is no number of seconds: nan", option="grace", value=grace_s)
     rows: dict[Location, list[_Row]] = {}
     notes: list[str] = []
     codes = {FINE}
@@ -74,7 +78,11 @@ def _looked_at(
         elif seen.state.kind == "removed":
             yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)
         else:
-            yield from _left(seen.path, delete, grace_s)
+            names = [] if seen.look is None or delete else seen.look.names
+            alone = ranks_without_metadata(names)
+            way = f"{command('repair', seen.path)} may make it anew"
+            text = f"'{alone[0]}' is of a rank whose metadata is not there: {way}" if alone else ""
+            yield from _left(seen.path, delete, grace_s, text=text)
     except DcpxError as error:
         with suppress(StorageError):
             if seen.place is not None and state_at(seen.path).kind != seen.state.kind:

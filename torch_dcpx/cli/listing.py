@@ -29,6 +29,7 @@ from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.integrity.way_out import settled
+from torch_dcpx.reader.hints import command
 from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
@@ -225,7 +226,11 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
         if arguments["files"] is None and state_at(path).kind in ("none", "removed"):
             put_error(error, as_json=as_json)
             return CANNOT
-        if not error.is_good or any(each.faults for each in described(path)):
+        found = described(path) if error.is_good else []
+        faults = [fault for each in found for fault in each.faults]
+        if faults:
+            error.message += f"; it mends no data: {faults[0]} ({command('verify', path)})"
+        if faults or not error.is_good:
             raise
         if as_json:
             nothing = RepairReport(str(path), (), arguments["dry_run"])

@@ -13,16 +13,19 @@ Where stdout or stderr was closed from the start, the code is the answer.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
+from pathlib import PurePath
 from typing import Any, NoReturn, ParamSpec, TextIO
 
 import click
@@ -36,12 +39,15 @@ from torch_dcpx.errors import (
     NotCommittedError,
     RepairError,
     ShortReadError,
+    StorageError,
 )
+from torch_dcpx.storage.names import is_data_file_name
 from torch_dcpx.views.tables import Shown
 
 FINE, UNSOUND, CANNOT, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 _Args = ParamSpec("_Args")
+_SHARD = re.compile(r"-\d{5,9}-of-\d{5,9}(\.[\w-]+)?\.safetensors$")
 _OF_CHECKPOINT = (CorruptionError, ShortReadError)
 
 
@@ -106,6 +112,8 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
         except KeyboardInterrupt:
             put_problem("interrupted")
             code = INTERRUPTED
+        except click.ClickException:  # of arguments that contradict each other
+            raise
         except Exception:  # noqa: BLE001 - a bug is printed, and is no damage
             put_lines(traceback.format_exc().splitlines(), sys.stderr)
         sys.exit(code)
@@ -124,10 +132,30 @@ def put_error(error: Exception, *, as_json: bool) -> None:
 def is_of_checkpoint(error: Exception) -> bool:
     """Returns whether an error is a fault of a checkpoint, or of what a save has left."""
     if isinstance(error, NotCommittedError):
-        return bool(error.files)
+        return bool(error.files) and _is_unfinished(error)
     if isinstance(error, RepairError):  # else there is nothing that it could repair
         return bool(error.candidates or error.is_good)
-    return isinstance(error, _OF_CHECKPOINT)
+    return isinstance(error, _OF_CHECKPOINT) or _is_of_lost_file(error)
+
+
+def _is_of_lost_file(error: Exception) -> bool:
+    """Returns whether a data file is not there that metadata, or an index, names."""
+    if not isinstance(error, StorageError) or error.errno != errno.ENOENT:
+        return False
+    path = str(error.path)
+    is_shard = "://" not in path and _SHARD.search(path)  # a URL may be what was asked about
+    return is_data_file_name(PurePath(path).name) or bool(is_shard)
+
+
+def _is_unfinished(error: NotCommittedError) -> bool:
+    """Returns whether nobody holds what lies there: no save is under way, no manager removed it."""
+    from torch_dcpx.integrity.contents import location
+    from torch_dcpx.integrity.way_out import kind_at
+
+    try:
+        return kind_at(location(str(error.path)).parent) == "unfinished"
+    except DcpxError:
+        return False
 
 
 def exit_code(error: Exception) -> int:

@@ -14,7 +14,7 @@ from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
 from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.cli.trace_page import trace_data
-from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError
+from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.storage.directory import storage_errors
 
 
@@ -109,11 +109,11 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             value = json.loads(path.read_text("utf-8"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         text = f"read the trace '{path}': no whole JSON: {error}"
-        raise CorruptionError(text, path=str(path)) from error
+        raise _not_read(path, text) from error
     about = value.get("otherData") if isinstance(value, dict) else None
     if not isinstance(about, dict) or "dcpx_trace" not in about:
         text = f"'{path}' is no trace of torch-dcpx: move it out of the directory"
-        raise CorruptionError(text, path=str(path))
+        raise _not_read(path, text)
     if about["dcpx_trace"] != VERSION:
         text = f"'{path}' is a trace of format {about['dcpx_trace']!r:.40}, known is {VERSION}"
         raise UnsupportedError(text)
@@ -121,8 +121,13 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         return about, []
     events = value.get("traceEvents")
     if not (_is_about(about) and isinstance(events, list) and all(map(_is_event, events))):
-        raise CorruptionError(f"'{path}' is a damaged trace", path=str(path))
+        raise _not_read(path, f"'{path}' is a damaged trace")
     return about, events
+
+
+def _not_read(path: Path, text: str) -> StorageError:
+    """Returns the error of a file that leaves the question of the time without an answer."""
+    return StorageError(text, errno=errno.EBADMSG, path=str(path))
 
 
 def _is_about(about: dict[str, Any]) -> bool:

@@ -7,9 +7,10 @@ from contextlib import suppress
 
 from torch_dcpx.errors import DcpxError, RepairError
 from torch_dcpx.integrity.repair import repair
-from torch_dcpx.integrity.states import State
+from torch_dcpx.integrity.states import Kind, State, opened, state_of
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_rank_lock
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place
 
 
@@ -24,6 +25,13 @@ def settled(directory: Place, state: State, names: Sequence[str]) -> State:
         text = f"{state.text}, or a save is under way: the objects are young"
         return State("saving", text, "objects are young")
     return state._replace(text=f"{state.text}; {text}")
+
+
+def kind_at(where: Location) -> Kind:
+    """Returns what lies in a place, as `settled` sees it. Raises: as `state_at`."""
+    with opened(where) as place:
+        state, look = state_of(place)
+        return settled(place, state, look.names).kind
 
 
 def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:

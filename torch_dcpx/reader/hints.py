@@ -8,6 +8,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torch_dcpx._text import counted
@@ -18,17 +19,22 @@ from torch_dcpx.errors import (
     StorageError,
     UnsafePickleError,
 )
+from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.names import (
+    LOCK_NAME,
     METADATA_NAME,
     POINTER_NAME,
     TOMBSTONE_NAME,
     is_artifact_name,
     is_data_file_name,
     is_metadata_name,
+    is_rank_lock,
 )
 from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.save_lock import owner_of
 
 _MAX_LOOKED_AT = 1000  # entries of a directory
+_MAX_FOLDERS = 100  # that are looked into for what lies two levels down
 _MAX_SHOWN = 5
 _MIN_PARTS = 3  # "/", "home" and the name itself
 
@@ -83,22 +89,41 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
         way_out = (
             ""
             if len(wanted) > 1
-            else "; load_tensors and open_checkpoint take rank=, dcpx inspect, cat and diff --rank"
+            else "; load_tensors and open_checkpoint take rank=, dcpx cat, diff and stats --rank"
         )
         return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
     if TOMBSTONE_NAME in names:
         return f"{text}: its manager has removed it"
+    saver = _saver(path, names)
+    if saver:
+        return f"{text}: a save is under way ({saver})"
     if files:
+        late = "" if isinstance(path, Path) else ", or of one under way"
+        left = f"{counted(files, 'data file')} of an unfinished save{late}"
         return (
-            f"{text}, but {counted(files, 'data file')} of an unfinished save; if it had ended "
-            f"well, {command('repair', path)} makes '{METADATA_NAME}' anew"
+            f"{text}, but {left}; if it had ended well, {command('repair', path)} makes "
+            f"'{METADATA_NAME}' anew"
         )
-    beneath = _checkpoints_in(path) if isinstance(path, Path) else []
-    if not beneath or not isinstance(path, Path):
+    if not isinstance(path, Path):
+        return f"{text}; {command('ls', path)} shows what lies beneath it"
+    beneath = _checkpoints_in(path, is_deep=True)
+    if not beneath:
         return text
     is_root = POINTER_NAME in names
     root = "; CheckpointManager.resume takes the newest of them" if is_root else ""
     return f"{text}, but {_named(path, beneath)}{root}"
+
+
+def _saver(path: Location, names: Sequence[str]) -> str:
+    """Returns who saves to a directory at this moment; "" if nobody can be seen."""
+    if not isinstance(path, Path):
+        return ""
+    for name in names:
+        if name == LOCK_NAME or is_rank_lock(name):
+            with suppress(DcpxError), Directory(path) as directory:  # the error says more
+                if owner := owner_of(directory, name):
+                    return owner
+    return ""
 
 
 def not_committed(path: Location, names: Sequence[str], wanted: Sequence[str]) -> NotCommittedError:
@@ -125,17 +150,27 @@ def add_verify(error: BaseException, directory: str) -> None:
         error.message += f"; {command('verify', directory)} lists all damage"
 
 
-def _checkpoints_in(path: Path) -> list[str]:
-    """Returns the names of checkpoints beneath a directory, the newest first; never raises."""
+def _checkpoints_in(path: Path, *, is_deep: bool = False) -> list[str]:
+    """Returns the names of checkpoints beneath a directory, the newest first; never raises.
+
+    Args:
+        is_deep: look two levels down where there is none at the first.
+    """
     found: list[tuple[float, str]] = []
+    folders: list[str] = []
     try:
         with os.scandir(path) as entries:
             for entry in itertools.islice(entries, _MAX_LOOKED_AT):
                 metadata = Path(entry.path, METADATA_NAME)
                 if entry.name.isprintable() and metadata.is_file():
                     found.append((metadata.stat().st_mtime, entry.name))
+                elif is_deep and entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
     except OSError:
         return []  # the error at hand says more
+    if not found and is_deep:
+        folders = sorted(folders)[:_MAX_FOLDERS]
+        return [f"{name}/{one}" for name in folders for one in _checkpoints_in(path / name)]
     return [name for _, name in sorted(found, reverse=True)]
 
 
@@ -149,7 +184,7 @@ def beneath(path: Location) -> str:
     """Returns which checkpoints lie beneath a directory; "" if there are none, or in a store."""
     if not isinstance(path, Path):
         return ""
-    names = _checkpoints_in(path)
+    names = _checkpoints_in(path, is_deep=True)
     return f"; it holds {_named(path, names)}" if names else ""
 
 

@@ -18,7 +18,7 @@ from torch_dcpx.errors import (
     StorageError,
     UnsupportedError,
 )
-from torch_dcpx.reader.hints import absent, linked, listed, uncommitted
+from torch_dcpx.reader.hints import absent, linked, listed, not_committed
 from torch_dcpx.reader.safetensors_header import (
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
@@ -122,8 +122,9 @@ def file_among(path: Location, names: Sequence[str]) -> str | None:
         of_bins = [name for name in seen if index_kind(name) == "bin"]
         if of_bins:
             return of_bins[0]
-        message = uncommitted(path, sorted(names), (METADATA_NAME, _INDEX_NAME, _SINGLE_NAME))
-    elif found:
+        wanted = (METADATA_NAME, _INDEX_NAME, _SINGLE_NAME)
+        raise not_committed(path, sorted(names), wanted)
+    if found:
         message = f"'{path}' holds {listed(found)}: name one, such as '{path / found[0]}'"
     else:
         message = (

@@ -30,6 +30,7 @@ from torch_dcpx.integrity.contents import (
     read_commit,
     wanted_sizes,
 )
+from torch_dcpx.integrity.states import ranks_without_metadata, state_of
 from torch_dcpx.reader.hints import not_committed
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
@@ -58,6 +59,7 @@ class Described(Shown):
         files: by name.
         writer: with versions, where the metadata says them; else as `written_by`.
         saved_s: since 1970: when the metadata, or the export, was written.
+        alone: files of ranks whose own metadata is not there; nobody saves them now.
     """
 
     path: str
@@ -70,6 +72,7 @@ class Described(Shown):
     writer: str
     saved_s: float | None
     metadata: Metadata = field(repr=False, compare=False)
+    alone: Sequence[str] = ()
 
     @property
     def items(self) -> Sequence[Item]:
@@ -110,14 +113,15 @@ class Described(Shown):
 
     @property
     def faults(self) -> list[str]:
-        """The missing files, and those of wrong sizes."""
-        return [
+        """The missing files, those of wrong sizes, and those of ranks without metadata."""
+        sizes = [
             f"'{name}' is missing"
             if size.found is None
             else f"'{name}' has {size.found} B, {size.wanted} B were written"
             for name, size in self.files.items()
             if not size.is_right
         ]
+        return sizes + [f"'{name}' is of a rank whose metadata is not there" for name in self.alone]
 
     def origin(self) -> str:
         """Returns who wrote it, in one line."""
@@ -255,7 +259,11 @@ def described_in(place: Place, look: Look) -> list[Described]:
     commits = commits_among(look.names)
     if not commits:
         raise not_committed(place.path, look.names, (METADATA_NAME,))
-    return [_described(place, look, name) for name in commits]
+    found = [_described(place, look, name) for name in commits]
+    alone = ranks_without_metadata(look.names)
+    if alone and not state_of(place, look)[0].saving:
+        found[-1] = replace(found[-1], alone=alone)
+    return found
 
 
 def _described(place: Place, look: Look, name: str) -> Described:
