@@ -239,7 +239,7 @@ def test_tensor_without_elements_has_no_map(page: Any, tmp_path: Path) -> None:
     save({"w": torch.ones(9), "none": torch.empty(3, 0)}, tmp_path / "a")
     opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
     page.get_by_label("Part of a name").fill("none")
-    page.get_by_text("1 chunk. It has no elements.").wait_for()
+    page.get_by_text("1 part. It has no elements.").wait_for()
     assert page.locator(".shards").is_hidden()
 
 

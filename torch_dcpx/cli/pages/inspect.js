@@ -38,7 +38,7 @@ function inspected(found) {
       ["bytes of the files", bytesText(sum(files.found))],
       ["tensors", countText(tensors.length)], ["objects", countText(objects.length)],
       ["ranks", ranks.length ? countText(ranks.length) : ""], ["files", countText(files.name.length)],
-      ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id], ["keys", found.keys.join(", ")],
+      ["written by", found.written_by], ["saved", savedText(found.saved)], ["save id", found.save_id], ["keys", found.keys.join(", ")],
     ]),
     ...faultsOf(found.faults),
     el("section", {}, el("h2", {}, "Sizes by module"),
@@ -59,6 +59,12 @@ function inspected(found) {
 /** Returns the values that the page has, by number of the name. */
 const valuesOf = ({ values }) => new Map(values.item.map((item, at) => [item, values.text[at]]));
 
+/** Returns a time, which a narrow head folds before the hour. */
+function savedText(saved) {
+  const [day, hour] = saved.split("T");
+  return saved && el("span", {}, el("span", { class: "whole" }, `${day}T`), el("wbr"), hour);
+}
+
 function dtypesOf(items, tensors) {
   const totals = new Map();
   for (const item of tensors) totals.set(items.dtype[item], (totals.get(items.dtype[item]) || 0) + items.nbytes[item]);
@@ -75,7 +81,7 @@ function coloredModules(found, values, choose) {
   const place = el("div", {});
   let paint;
   function recolor() {
-    const { keyOf, labels, hues } = ways[pick.value](found);
+    const { keyOf, labels, hues, others } = ways[pick.value](found);
     const totalOf = tallied(labels.length, (total, item) => { total[keyOf(item)] += items.nbytes[item]; });
     const totals = totalOf(root);
     paint = (node) => {
@@ -83,7 +89,7 @@ function coloredModules(found, values, choose) {
       const main = total.indexOf(total.reduce((one, two) => Math.max(one, two), 0));
       return fill(total[main] >= 0.8 * sum(total) ? hues[main] : NO_HUE); // else it is of several
     };
-    const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => totals[two] - totals[one]);
+    const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => (one === others) - (two === others) || totals[two] - totals[one]);
     const entries = order.slice(0, MAX_LEGEND).map((key) => [() => fill(hues[key]), `${labels[key]} ${bytesText(totals[key])}`]);
     const more = order.length > MAX_LEGEND ? [`${order.length - MAX_LEGEND} more`] : [];
     if (order.length > 1) entries.push([() => fill(NO_HUE), ["a module of several", ...more].join("; ")]);
@@ -143,7 +149,7 @@ function byPart({ items }) {
   parts.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));
   const labelOf = ({ own, depth }) => (own.length ? split[own[0]].slice(0, depth).join(".") : "");
   const labels = parts.map((part) => [labelOf(part), ...(part.areOthers ? ["others"] : [])].filter(Boolean).join(": ") || "all");
-  return { keyOf: (item) => keys[item], labels, hues: HUES };
+  return { keyOf: (item) => keys[item], labels, hues: HUES, others: parts.findIndex(({ areOthers }) => areOthers) };
 }
 
 function byDtype({ items }) {
