@@ -99,7 +99,7 @@ def test_json_is_weighed_before_it_is_parsed(
         parsed_json(FLOODS[name])
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(b'{"weight_map":{"a":"b.safetensors"},"x":' + FLOODS[name] + b"}")
-    with pytest.raises(CorruptionError, match="[MG]B of memory"):
+    with pytest.raises(CorruptionError, match=r"[MG]B of memory"):
         dcpx.load_tensors(index)
 
 

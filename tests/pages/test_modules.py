@@ -118,9 +118,7 @@ def test_colours_have_a_legend_and_are_not_those_of_ranks(page: Any, made: Path)
     assert "several ranks or files" in legend.inner_text()
 
 
-def test_the_largest_parts_have_hues_and_the_others_one_of_theirs(
-    page: Any, tmp_path: Path
-) -> None:
+def test_the_largest_parts_have_hues_and_the_others_one(page: Any, tmp_path: Path) -> None:
     names = "abcdefghijkl"
     save({f"{one}.w": torch.ones(1000 + 99 * at) for at, one in enumerate(names)}, tmp_path / "a")
     run("inspect", tmp_path / "a", "--html", tmp_path / "out.html")
