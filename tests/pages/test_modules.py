@@ -125,7 +125,7 @@ def test_the_largest_parts_have_hues_and_the_others_one(page: Any, tmp_path: Pat
     opened(page, tmp_path / "out.html")
     found = page.locator(".legend").first.locator("li").all_inner_texts()
     *parts, others, several = (text.split(" ")[0] for text in found)
-    assert parts == [f"{one}.w" for one in reversed(names[-7:])]
+    assert parts == [*reversed(names[-7:])]
     assert (others, several) == ("others", "a")
 
 
