@@ -40,7 +40,7 @@ def test_no_command_prints_a_control_character(tmp_path: Path, name: str) -> Non
         for text in (result.stdout, result.stderr):
             assert all(line.isprintable() for line in text.split("\n")), (args, text)
     report = torch_dcpx.verify(directory)
-    assert len(str(report).splitlines()) == 1 + len(report.findings)
+    assert len(str(report).splitlines()) == 2 + len(report.findings)
     assert all(line.isprintable() for line in str(report).split("\n"))
 
 
