@@ -51,7 +51,7 @@ VALUES: dict[str, Any] = {
     "waited_s": 30.0, "missing": ("a.b",), "left": ("a.c",), "shapes": (("w", (4,), (2, 2)),),
     "dtypes": (("w", "float32", "bfloat16"),), "kinds": (("lr", "object", "tensor"),),
     "nearest": {"a.b": ("b",)}, "candidates": ("__0_0.distcp",), "assumptions": ("it had ended",),
-    "is_good": True,
+    "is_good": True, "files": 4,
 }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def drawn(traces: Path, *args: object) -> Any:
     out = traces.parent / "out.html"
-    out.unlink(missing_ok=True)
-    result = dcpx("trace", traces, "--out", traces.parent / "out.json", "--html", out, *args)
+    merged = traces.parent / "out.json"
+    result = dcpx("trace", traces, "--out", merged, "--html", out, "--overwrite", *args)
     assert result.exit_code == 0, result.output
     (text,) = DATA.findall(out.read_text())
     return json.loads(text)
@@ -59,11 +59,11 @@ def test_command_prints_what_it_prints_without_a_page(traces: Path) -> None:
     out = traces.parent / "out.json"
     plain = dcpx("trace", traces, "--out", out).stdout
     page = traces.parent / "out.html"
-    said = dcpx("trace", traces, "--out", out, "--html", page).stdout
+    args = "trace", traces, "--out", out, "--html", page, "--overwrite"
+    said = dcpx(*args).stdout
     assert said.startswith(plain) and f"wrote '{page}'" in said.replace("\n", "")
     page.unlink()
-    (json_out,) = (dcpx("trace", traces, "--out", out, "--html", page, "--json").stdout,)
-    assert json.loads(json_out)["files"] == 4
+    assert json.loads(dcpx(*args, "--json").stdout)["files"] == 4
 
 
 def test_page_that_is_there_is_refused_and_replaced_on_request(traces: Path) -> None:

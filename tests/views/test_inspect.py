@@ -46,7 +46,7 @@ def test_keys_are_names_first_then_globs_and_are_summed_alone(tmp_path: Path) ->
     found = dcpx.inspect(tmp_path, ["v", "w[01]"])
     assert [item.fqn for item in found.items] == ["w0", "v"] and found.parameters == 7
     assert found.stored_nbytes == sum(item.nbytes for item in found.items)
-    with pytest.raises(dcpx.UnknownNameError, match="did you mean: 'w0'") as raised:
+    with pytest.raises(dcpx.UnknownNameError, match="did you mean 'w0'") as raised:
         dcpx.inspect(tmp_path, "w00")
     assert raised.value.path == str(tmp_path)
     with pytest.raises(dcpx.OptionError, match="keys"):

@@ -278,7 +278,7 @@ def stats(
 @click.option(
     "--key", "-k", "keys", type=_NAME, multiple=True, help="only names that this glob fits"
 )
-@click.option("--dtype", help="of floating tensors: bf16, fp16, fp32, ...")
+@click.option("--dtype", help="of floating tensors, such as bf16, fp16, fp32")
 @click.option("--max-shard-bytes", default="5GB", show_default=True, help="of a safetensors file")
 @click.option("--unwrap", is_flag=True, help="leave the 'module.' of DDP out of names")
 @click.option("--config", metavar="DIR", help="copy configs and tokenizer files of DIR beside it")

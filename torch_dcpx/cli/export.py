@@ -48,12 +48,12 @@ def run_export(
     converted = _dtype(dtype)
     is_named = dest.suffix[1:].isalpha()  # a file; "run-1.5" is a directory
     of_exports = {"unwrap": unwrap, "config": config, "merge_lora": merge_lora}
-    is_export = any(value for value in of_exports.values())
+    is_export = config is not None or merge_lora is not None
     if kind is None and not is_named and not is_export and find_artifact(source) is not None:
         kind = "dcp"
     _check_dest(source, dest, kind, overwrite)
-    if is_export and kind == "dcp":
-        option = next(name for name, value in of_exports.items() if value)
+    option = next((name for name, value in of_exports.items() if value), None)
+    if option is not None and kind == "dcp":
         problem = f"--{option.replace('_', '-')} is for exports; a checkpoint is as its source"
         raise OptionError(problem, option=option, value=of_exports[option])
     if kind == "dcp":

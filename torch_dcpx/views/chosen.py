@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -27,20 +28,25 @@ def globs_of(keys: str | Iterable[str] | None) -> list[str] | None:
     return globs
 
 
-def chosen(names: Collection[str], keys: str | Iterable[str] | None, where: str) -> list[str]:
+def chosen(
+    names: Collection[str], keys: str | Iterable[str] | None, *paths: str | os.PathLike[str]
+) -> list[str]:
     """Returns the names that keys mean, in their order; None means all.
 
-    Raises: UnknownNameError: a key means none of them, which lie `where`. OptionError.
+    Raises: UnknownNameError: a key means none of them, which lie at these paths. OptionError.
     """
     globs = globs_of(keys)
     if globs is None:
         return list(names)
+    where = " and ".join(f"'{path}'" for path in paths)
+    path = os.fspath(paths[0])
     for glob in unmatched(names, globs):
         near = NearNames(names).nearest(glob)
         some = near or list(names)[:_MAX_SHOWN]
-        more = "" if near or len(names) <= _MAX_SHOWN else ", ..."
-        lead = "did you mean" if near else f"there {counted(len(names), 'item is', 'items are')}"
-        way = f"{lead}: {', '.join(map(repr, some))}{more}" if some else lead
+        shown = ", ".join(map(repr, some))
+        more = ", ..." if len(names) > len(some) else ""
+        count = counted(len(names), "item")
+        way = f"did you mean {shown}?" if near else f"of its {count}: {shown}{more}"
         wrong = f"{where}: {glob!r} is no name there, nor a glob of some; {way}"
-        raise UnknownNameError(wrong, fqn=glob, nearest=tuple(near))
+        raise UnknownNameError(wrong, fqn=glob, path=path, nearest=tuple(near))
     return chosen_names(names, globs)

@@ -171,7 +171,7 @@ def diff(
     ):
         run = _Run(one, two, tolerance, Recorded(a, rank), Recorded(b, rank))
         every = dict.fromkeys((*one, *one.objects, *two, *two.objects))
-        wanted = chosen(every, keys, f"'{one.path}' and '{two.path}'")
+        wanted = chosen(every, keys, one.path, two.path)
         for path, side in ((a, one), (b, two)):
             if not (quick or side.is_of_ours):
                 check_foreign(path, wanted, options or ReadOptions())

@@ -281,7 +281,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
             found = described_in(contents.place, contents.look)
     if globs:
         stored = dict.fromkeys(fqn for each in found for fqn in each.fqns)
-        wanted = frozenset(chosen(stored, globs, f"'{where}'"))
+        wanted = frozenset(chosen(stored, globs, str(where)))
         found = [replace(each, fqns=list(filter(wanted.__contains__, each.fqns))) for each in found]
     return Inspection(str(where), tuple(found))
 

@@ -98,7 +98,7 @@ def stats(
         OptionError, NotCommittedError, StorageError, UnsupportedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, options, rank=rank) as checkpoint:
-        names = chosen(checkpoint, keys, f"'{checkpoint.path}'")
+        names = chosen(checkpoint, keys, checkpoint.path)
         if not checkpoint.is_of_ours:
             check_foreign(path, names, options or ReadOptions())
         return StatsReport(os.fspath(path), tuple(_tensors(checkpoint, names)))
