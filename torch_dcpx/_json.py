@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch_dcpx._text import human_bytes
+
 _FREE_BYTES = 6 << 20  # whatever it is, it takes less than 256 MiB
 _ROOM_BYTES = 200 << 20
 # Bytes of memory for each: lists and dicts; their places; pairs while their dict is made; texts.
@@ -22,7 +24,7 @@ def parsed_json(
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
         cost = sum(data.count(mark) * nbytes for mark, nbytes in _COSTS.items())
         if cost > _ROOM_BYTES + len(text):
-            raise ValueError(f"its {len(text)} B would take {cost >> 20} MiB of memory")
+            raise ValueError(f"its {len(text)} B would take {human_bytes(cost)} of memory")
     try:
         return json.loads(text, object_pairs_hook=pairs_hook)
     except RecursionError:

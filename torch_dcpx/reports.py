@@ -123,7 +123,7 @@ class WriteReport(_Traced):
     def summary(self) -> str:
         """Returns it as a line for people."""
         phases = _phases(self, "prepare", "copy", "write", "fsync", "commit")
-        counts = f"{_counted(self.items, 'item')}, {_counted(self.files, 'file')} on this rank"
+        counts = f"{_counted(self.items, 'part')}, {_counted(self.files, 'file')} on this rank"
         return f"{human_bytes(self.file_bytes)} in {phases}; {counts}"
 
 
@@ -228,7 +228,7 @@ class ReadReport(_Traced):
     def summary(self) -> str:
         """Returns it as a line for people."""
         phases = _phases(self, "metadata", "prepare", "read", "verify", "copy", "finish")
-        counts = f"{_counted(self.items, 'item')}, {human_bytes(self.read_bytes)} read on this rank"
+        counts = f"{_counted(self.items, 'part')}, {human_bytes(self.read_bytes)} read on this rank"
         return f"{human_bytes(self.needed_bytes)} in {phases}; {counts}"
 
 

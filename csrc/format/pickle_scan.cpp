@@ -58,7 +58,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     if (cost_ <= free) return;
     const std::uint64_t credit = std::min(kStateCredit * states_, kStateCreditPerByte * walked);
     if (walked >= kStateBytes * states_ && cost_ <= free + credit) return;
-    fail("takes more than " + std::to_string(cost_ >> 20) + " MiB of memory for its " +
+    fail("takes more than " + std::to_string(cost_ / 1'000'000) + " MB of memory for its " +
          std::to_string(end_ - begin_) + " B");
   }
 

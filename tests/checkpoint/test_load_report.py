@@ -114,7 +114,7 @@ def test_line_says_bytes_rate_phases_and_items() -> None:
     report = of_read(read_ns=4, verify_ns=3, copy_ns=1)
     assert loaded_line(report, "ckpt/step-100") == (
         "loaded 'ckpt/step-100': 2.15 GB in 1 s (2.15 GB/s): metadata 0.125, prepare 0.125, read "
-        "0.250, verify 0.188, copy 0.062, finish 0.250 s; 32 items, 2.15 GB read on this rank"
+        "0.250, verify 0.188, copy 0.062, finish 0.250 s; 32 parts, 2.15 GB read on this rank"
     )
     nothing = dataclasses.replace(report, items=1, needed_bytes=0, total_s=0.0)
     assert nothing.gb_per_s == 0.0
@@ -135,6 +135,6 @@ def test_each_load_is_one_line_of_the_packages_logger(
         assert re.fullmatch(
             rf"loaded '{re.escape(str(tmp_path))}': [\d.]+ [kM]B in [\d.e-]+ s \([\d.e-]+ GB/s\): "
             r"metadata [\d.]+, prepare [\d.]+, read [\d.]+, verify [\d.]+, copy [\d.]+, finish "
-            r"[\d.]+ s; \d+ items, [\d.]+ [kM]B read on this rank",
+            r"[\d.]+ s; \d+ parts, [\d.]+ [kM]B read on this rank",
             record.message,
         )

@@ -205,7 +205,7 @@ def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
     for target in ("y.pt", "out"):
         result = dcpx("verify", tmp_path / target)
         assert result.exit_code == 0, result.output
-        assert "1 item in 1 file," in result.output
+        assert "1 part in 1 file," in result.output
     (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
     assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
     assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2

@@ -205,7 +205,11 @@ def keeps() -> None:
     )
     print(report.nbytes, dcpx.export("ckpt", Path("out"), key_map=KeyMap(), dtype=torch.float16))
     checked: dcpx.VerifyReport = dcpx.verify("ckpt", workers=2)
+    listing: dcpx.Listing = dcpx.ls("ckpts", with_all=True)
+    newest: dcpx.ListedCheckpoint | None = listing.newest
+    print(newest is not None and newest.age_s)
     held: dcpx.Inspection = dcpx.inspect("ckpt", keys=["model.*"])
+    print(held.step, held.saved_at, held.state)
     print(held, held.parameters, held.items[0].parts[0].nbytes)
     findings: list[dcpx.Finding] = list(checked.findings)
     for finding in findings:

@@ -30,7 +30,7 @@ def test_whole_torch_file_is_compared_with_its_checksums(tmp_path: Path, target:
     report = dcpx.verify(tmp_path / target, progress=lambda *at: calls.append(at))
     assert report.ok
     assert report.path == str(tmp_path / target)
-    assert str(report).startswith(f"'{tmp_path / target}' is whole: 6 items")
+    assert str(report).startswith(f"'{tmp_path / target}' is whole: 6 parts")
     assert report.findings == ()
     assert (report.files, report.items) == (1, 6)
     assert report.checked_bytes > 6 * 100 * 70 * 4

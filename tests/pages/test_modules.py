@@ -118,6 +118,43 @@ def test_colours_have_a_legend_and_are_not_those_of_ranks(page: Any, made: Path)
     assert "several ranks or files" in legend.inner_text()
 
 
+def test_the_largest_parts_have_hues_and_the_others_one(page: Any, tmp_path: Path) -> None:
+    names = "abcdefghijkl"
+    save({f"{one}.w": torch.ones(1000 + 99 * at) for at, one in enumerate(names)}, tmp_path / "a")
+    run("inspect", tmp_path / "a", "--html", tmp_path / "out.html")
+    opened(page, tmp_path / "out.html")
+    found = page.locator(".legend").first.locator("li").all_inner_texts()
+    *parts, others, several = (text.split(" ")[0] for text in found)
+    assert parts == [*reversed(names[-7:])]
+    assert (others, several) == ("others", "a")
+
+
+def test_values_were_read_or_compared_by_recorded_checksums(
+    page: Any, made: Path, tmp_path: Path
+) -> None:
+    opened(page, made / "diff.html")
+    assert "checksums" not in page.locator(".facts").inner_text()
+    out = tmp_path / "quick.html"
+    run("diff", made / "model", made / "layers", "--quick", "--html", out)
+    opened(page, out)
+    assert "the rest by recorded checksums" in page.locator(".facts").inner_text()
+
+
+def test_a_font_moves_no_box_of_the_timeline(page: Any, made: Path) -> None:
+    opened(page, made / "trace.html")
+    whole = {text: x for text, x, *_ in texts_of(page, "timeline")}
+    page.evaluate("""() => {
+        const font = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "font");
+        const set = function (text) { font.set.call(this, text.replace(/12px.*/, "14px serif")); };
+        Object.defineProperty(CanvasRenderingContext2D.prototype, "font", { ...font, set });
+        texts.length = 0;
+        document.querySelector("#rows").dispatchEvent(new Event("change"));
+    }""")
+    again = {text: x for text, x, *_ in texts_of(page, "timeline")}
+    shared = [text for text in ("0 s", "500 ms", "rank 0, writer") if text in again]
+    assert len(shared) == 3 and [whole[text] for text in shared] == [again[text] for text in shared]
+
+
 def test_head_has_parameters_and_dtypes_and_the_search_how_many(page: Any, made: Path) -> None:
     opened(page, made / "layers.html")
     head = page.locator(".facts").inner_text()

@@ -157,7 +157,14 @@ def test_head_says_who_wrote_what(page: Any, samples: Path) -> None:
     opened(page, samples / "inspect.html")
     text = page.locator(".facts").inner_text()
     tensors = len(language_model()) + 2
-    wanted = ("torch-dcpx ", "torch 2.", " UTC", f"tensors\n{tensors}", "objects\n1", "ranks\n8")
+    wanted = (
+        "torch-dcpx ",
+        "torch 2.",
+        "saved\n20",
+        f"tensors\n{tensors}",
+        "objects\n1",
+        "ranks\n8",
+    )
     assert [each for each in wanted if each not in text] == []
 
 
@@ -188,7 +195,7 @@ def test_search_shows_where_a_tensor_lies(page: Any, samples: Path) -> None:
     page.get_by_label("Part of a name").fill("MESH")
     page.get_by_role("button", name=GRID).first.click()
     assert page.locator("#chosen").inner_text() == GRID
-    rows = page.get_by_role("table", name="Chunks").locator("tbody tr")
+    rows = page.get_by_role("table", name="Parts").locator("tbody tr")
     assert rows.count() == 8
     assert rows.nth(3).inner_text().split("\t")[:4] == [
         "rank 3", "[12, 16]", "[12, 16]", "__3_0.distcp",
@@ -239,7 +246,7 @@ def test_tensor_without_elements_has_no_map(page: Any, tmp_path: Path) -> None:
     save({"w": torch.ones(9), "none": torch.empty(3, 0)}, tmp_path / "a")
     opened(page, written(tmp_path / "out.html", "inspect", tmp_path / "a"))
     page.get_by_label("Part of a name").fill("none")
-    page.get_by_text("1 chunk. It has no elements.").wait_for()
+    page.get_by_text("1 part. It has no elements.").wait_for()
     assert page.locator(".shards").is_hidden()
 
 
@@ -285,7 +292,7 @@ def test_diff_counts_each_kind_and_lists_names(page: Any, samples: Path) -> None
     page.locator("#kind").select_option("all")
     page.get_by_label("Part of a name").fill("lora")
     (row,) = listed.all_inner_texts()
-    assert row.split("\t")[1:] == ["model.lora.weight", "", "float32 [64, 64]"]
+    assert row.split("\t")[1:] == ["model.lora.weight", "", "float32 [64, 64]", "", ""]
 
 
 def test_pointer_on_a_box_of_diff_shows_both_sides(page: Any, samples: Path) -> None:

@@ -58,7 +58,7 @@ def report_and_line(path: Path, lines: Lines) -> None:
     (line,) = lines.lines
     nbytes = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert line.startswith(f"saved '{path}': {nbytes / 1e6:.2f} MB by 2 ranks; ")
-    assert line.endswith("; 4 items, 1 file on this rank")
+    assert line.endswith("; 4 parts, 1 file on this rank")
 
 
 def bar_of_the_coordinator(path: Path) -> None:

@@ -155,12 +155,12 @@ def test_line_says_bytes_rate_phases_and_files() -> None:
     entry = FileEntry("__0_0.distcp", bytes(16), report.file_bytes, 0)
     assert saved_line(report, "ckpt/step-100", 1, entry.nbytes) == (
         "saved 'ckpt/step-100': 2.15 GB in 0.91 s (2.36 GB/s): prepare 0.010, copy 0.300, write "
-        "0.580, fsync 0.018, commit 0.002 s; 32 items, 1 file on this rank"
+        "0.580, fsync 0.018, commit 0.002 s; 32 parts, 1 file on this rank"
     )
     few = dataclasses.replace(report, items=1, files=2, file_bytes=999)
     line = saved_line(few, "x", 3, 3 * entry.nbytes)
     assert line.startswith("saved 'x': 6.45 GB by 3 ranks; 999 B in 0.91 s")
-    assert line.endswith("; 1 item, 2 files on this rank")
+    assert line.endswith("; 1 part, 2 files on this rank")
 
 
 def test_each_save_is_one_line_of_the_packages_logger(
@@ -179,7 +179,7 @@ def test_each_save_is_one_line_of_the_packages_logger(
         assert re.fullmatch(
             rf"saved '{re.escape(str(tmp_path))}': \d+\.\d\d MB in [\d.e-]+ s \([\d.e-]+ GB/s\): "
             r"prepare [\d.]+, copy [\d.]+, write [\d.]+, fsync [\d.]+, commit [\d.]+ s; "
-            r"\d+ items, [12] files? on this rank",
+            r"\d+ parts, [12] files? on this rank",
             record.message,
         )
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support.saves import WRITERS, data_files, save, save_rank_local
 
 import torch_dcpx as dcpx
+from torch_dcpx.cli.app import app
 
-STATE = {
+STATE: dict[str, Any] = {
     "model": {"w": torch.ones(20, 30), "b": torch.ones(5, dtype=torch.int64)},
     "optimizer": {"exp_avg": torch.ones(20, 30)},
     "step": 3,
@@ -76,3 +81,62 @@ def test_it_opens_what_export_writes(tmp_path: Path) -> None:
     dcpx.export(STATE["model"], tmp_path / "m.safetensors", no_dist=True)
     found = dcpx.inspect(tmp_path / "m.safetensors")
     assert found.parameters == 605 and found.saves[0].written_by == "safetensors"
+
+
+FACTS = ("step", "saved_at", "ranks", "pinned", "state", "save_id")
+
+
+def told(*args: object) -> dict[str, Any]:
+    """Returns what a command says of one checkpoint in JSON."""
+    found = json.loads(CliRunner().invoke(app, [*map(str, args), "--json"]).stdout)
+    one: dict[str, Any] = found[0] if isinstance(found, list) else found
+    return {name: one[name] for name in FACTS}
+
+
+def test_a_monitor_reads_the_same_of_inspect_ls_and_verify(tmp_path: Path) -> None:
+    with dcpx.CheckpointManager(tmp_path) as manager:
+        manager.save("best", model=torch.nn.Linear(2, 2), step=31)
+        manager.wait()
+        manager.pin("best")
+    path = tmp_path / "best"
+    found = dcpx.inspect(path)
+    facts = {name: getattr(found, name) for name in FACTS}
+    assert told("inspect", path) == told("ls", path) == told("verify", path) == facts
+    assert (found.step, found.ranks, found.pinned, found.state) == (31, 1, True, "committed")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.saved_at or "")
+    assert f", step 31, saved {found.saved_at}; " in found.head()
+    (name,) = data_files(path)
+    (path / name).unlink()
+    states = {told(command, path)["state"] for command in ("inspect", "ls", "verify")}
+    assert states == {"damaged"}
+
+
+@pytest.mark.parametrize("writer", sorted(WRITERS))
+def test_a_name_says_the_step_of_what_no_manager_saved(tmp_path: Path, writer: str) -> None:
+    save(STATE, tmp_path / "step-7", writer)
+    found = told("inspect", tmp_path / "step-7")
+    assert found == told("ls", tmp_path / "step-7") == told("verify", tmp_path / "step-7")
+    assert (found["step"], found["ranks"], found["state"]) == (7, 1, "committed")
+
+
+def test_facts_of_each_ranks_own_and_of_an_export(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_rank_local(STATE, tmp_path / "a", rank)
+    assert told("inspect", tmp_path / "a") == told("ls", tmp_path / "a")
+    assert dcpx.inspect(tmp_path / "a").ranks == 2
+    out = tmp_path / "checkpoint-500" / "m.safetensors"
+    out.parent.mkdir()
+    dcpx.export(STATE["model"], out, no_dist=True)
+    found = told("inspect", out)
+    assert found == told("verify", out) and found["saved_at"] is not None
+    assert found == {**found, "step": 500, "state": "committed", "ranks": None, "save_id": ""}
+    verified = json.loads(CliRunner().invoke(app, ["verify", str(out), "--json"]).stdout)
+    assert "no bytes" in verified["proved"]
+
+
+def test_a_rank_whose_own_save_did_not_end_is_damage(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_rank_local(STATE, tmp_path, rank)
+    (tmp_path / "__1.metadata").unlink()
+    assert dcpx.inspect(tmp_path).state == told("ls", tmp_path)["state"] == "damaged"
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 1

@@ -10,6 +10,7 @@ from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
+from torch_dcpx.integrity.facts import Facts
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.inspect import Described, inspect
 
@@ -34,7 +35,7 @@ def show(
         for each in found.saves:
             _put(each, limit, with_parts)
         put_written(page)
-    return UNSOUND if found.faults else FINE
+    return UNSOUND if found.faults or found.state == "damaged" else FINE
 
 
 def _json(found: Described, with_parts: bool) -> dict[str, Any]:
@@ -42,9 +43,9 @@ def _json(found: Described, with_parts: bool) -> dict[str, Any]:
         {**vars(item), "parts": item.parts if with_parts else len(item.parts)}
         for item in found.items
     ]
-    names = ("path", "metadata_file", "written_by", "save_id", "files", "nbytes", "faults")
-    sums = {name: getattr(found, name) for name in ("parameters", "dtypes", "stored_nbytes")}
-    return {**{name: getattr(found, name) for name in names}, **sums, "items": items}
+    names = ["path", "metadata_file", "written_by", *Facts._fields, "files", "nbytes", "faults"]
+    names += ["parameters", "dtypes", "stored_nbytes"]
+    return {**{name: getattr(found, name) for name in names}, "items": items}
 
 
 def _put(found: Described, limit: int, with_parts: bool) -> None:

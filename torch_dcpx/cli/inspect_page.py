@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._text import printable
@@ -25,15 +24,15 @@ def inspect_data(path: Location, keys: Sequence[str], found: Iterable[Described]
 
 
 def _checkpoint(path: Location, found: Described, keys: list[str]) -> dict[str, Any]:
-    saved = "" if found.saved_s is None else _time(found.saved_s)
-    values, step = read_values(path, found.metadata_file, found.items)
+    values = read_values(path, found.metadata_file, found.items)
     numbers = {fqn: number for number, fqn in enumerate(found.fqns) if fqn in values}
     return {
         "metadata_file": printable(found.metadata_file),
         "written_by": printable(found.writer),
         "save_id": printable(found.save_id),
-        "saved": saved,
-        "step": step,
+        "saved": found.saved_at or "",
+        "step": found.step,
+        "parameters": found.parameters,
         "keys": keys,
         "faults": list(map(printable, found.faults)),
         "files": {
@@ -73,11 +72,3 @@ def _items(found: Described) -> dict[str, Any]:
 def _rank(file: str) -> int | None:
     parts = data_file_parts(file)
     return None if parts is None else parts[0]
-
-
-def _time(seconds: float) -> str:
-    try:
-        time = datetime.fromtimestamp(seconds, timezone.utc)
-    except (ValueError, OverflowError, OSError):  # a file may be of any time, beyond year 9999
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -23,7 +23,7 @@ from torch_dcpx.cli.output import (
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint, open_contents
-from torch_dcpx.integrity.facts import Facts
+from torch_dcpx.integrity.facts import Facts, facts_of_export
 from torch_dcpx.integrity.findings import RepairReport
 from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
@@ -162,7 +162,8 @@ def _verified(
             report = verify(where, workers=workers, progress=tell)
             if not report.ok and seen is not None and _is_new(where, began):
                 report = verify(where, workers=workers, progress=tell)
-        row: dict[str, Any] = {"ok": report.ok, **_facts(seen), **vars(report)}
+        told = {"ok": report.ok, "proved": report.proved}
+        row: dict[str, Any] = {**told, **_facts(path, seen), **vars(report)}
     except DcpxError as error:
         if seen is None or where == path:
             raise
@@ -190,10 +191,11 @@ def _is_new(path: Location, since: float) -> bool:
     return bool(state.saving) or any(date is not None and date >= since - 1 for date in dates)
 
 
-def _facts(seen: Seen | None) -> dict[str, Any]:
-    """Returns what `Facts` has; of an export that it is there."""
+def _facts(path: Location, seen: Seen | None) -> dict[str, Any]:
+    """Returns what `Facts` has, of an export less."""
     if seen is None:
-        return Facts(state="committed")._asdict()
+        with open_contents(path) as contents:
+            return facts_of_export(path, contents.look, contents.artifact or "")._asdict()
     row = listed(seen)
     return {name: getattr(row, name) for name in Facts._fields}
 
@@ -204,7 +206,7 @@ def _unverified(seen: Seen, state: State, *, is_named: bool) -> _Verified:
     code = FINE
     if is_wrong:
         code = CANNOT if state.error is None else exit_code(state.error)
-    facts = {**_facts(seen), "state": state.kind}
+    facts = {**_facts(seen.path, seen), "state": state.kind}
     row = {"ok": not is_wrong, **facts, "path": str(seen.path), "problem": state.text}
     text = f"'{seen.path}' is not verified: {state.text or 'it has gone'}"
     return _Verified(code, [text], {**row, "findings": []}, state.kind)

@@ -7,7 +7,6 @@ page has a few of them, of a few kilobytes each: whatever a checkpoint holds, it
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -31,22 +30,15 @@ _MOST_BYTES = 4096  # of each, as it is stored
 _MOST_ELEMS = 16  # of a tensor
 _MOST_CHARS = 200  # of a text
 _MOST_ENTRIES = 8  # of a list, and levels of lists: 3
-_MANAGER = "dcpx.manager"  # JSON, with the step
-_STEP = re.compile(r"(?:.*\.)?(?:global_)?step")
-_NAMED_STEP = re.compile(r"(?:step|checkpoint)-(\d+)")
 _RANK = re.compile(r"__(\d+)\.metadata")
 
 
-def read_values(
-    path: Location, metadata_file: str, items: Iterable[Item]
-) -> tuple[dict[str, str], int | None]:
-    """Returns texts of values by name, and the step: of the manager, of an object `step`, or of the
-    directory's name. What cannot be read says so: a page of a damaged checkpoint is a page.
+def read_values(path: Location, metadata_file: str, items: Iterable[Item]) -> dict[str, str]:
+    """Returns texts of values by name. What cannot be read says so: a page of a damaged checkpoint
+    is a page.
     """
     small = [item for item in items if item.nbytes <= _MOST_BYTES]
-    objects = sorted(
-        (item.fqn for item in small if item.kind == "object"), key=lambda fqn: not _says_step(fqn)
-    )[:_MOST]
+    objects = [item.fqn for item in small if item.kind == "object"][:_MOST]
     scalars = (item for item in small if item.shape is not None)
     tensors = [item.fqn for item in scalars if math.prod(item.shape or ()) <= _MOST_ELEMS][:_MOST]
     values: dict[str, Any] = {}
@@ -56,10 +48,7 @@ def read_values(
             reads = NamedReads(path, ReadOptions(), None if rank is None else int(rank[1]))
             with contextlib.closing(reads):
                 values = _Values(reads).read(objects, tensors)
-    step = next((found for fqn in objects if (found := _step_of(fqn, values)) is not None), None)
-    if step is None and (named := _NAMED_STEP.fullmatch(path.name)):
-        step = int(named[1])
-    return {fqn: short_text(value) for fqn, value in values.items()}, step
+    return {fqn: short_text(value) for fqn, value in values.items()}
 
 
 class _NotRead(str):
@@ -96,21 +85,6 @@ class _Values:
                 return {names[0]: _NotRead(f"not read: {type(error).__name__}")}
         middle = len(names) // 2
         return self._by_halves(names[:middle], read) | self._by_halves(names[middle:], read)
-
-
-def _says_step(fqn: str) -> bool:
-    return fqn == _MANAGER or _STEP.fullmatch(fqn) is not None
-
-
-def _step_of(fqn: str, values: dict[str, Any]) -> int | None:
-    if not _says_step(fqn):
-        return None
-    value = values.get(fqn)
-    if fqn == _MANAGER and type(value) is str:
-        with contextlib.suppress(ValueError, RecursionError):
-            about = json.loads(value)
-            value = about.get("step") if isinstance(about, dict) else None
-    return value if type(value) is int and 0 <= value < 1 << 63 else None
 
 
 def short_text(value: Any) -> str:

@@ -13,6 +13,7 @@ from torch_dcpx.errors import DcpxError
 from torch_dcpx.integrity.states import Kind, State, utc_text
 from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.storage.names import METADATA_NAME, PIN_NAME, Look, data_file_parts, step_in
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place
 
 _RECORD_ITEM = "dcpx.manager"  # a manager's record, as manager/stored.py writes it
@@ -39,23 +40,32 @@ def facts_of(
     Args:
         commits: the metadata there: of all ranks, or each rank's own; none that cannot be read.
     """
-    # A part of a framework's folder is of the step that the folder names.
-    where, is_pinned = "/".join(str(place.path).split("/")[-2:]), PIN_NAME in look.names
+    named, is_pinned = _step_named(place.path), PIN_NAME in look.names
     if not commits:
-        return Facts(step_in(where), pinned=is_pinned, state=state.kind)
+        return Facts(named, pinned=is_pinned, state=state.kind)
     record = _record(place, commits[0])
     names = list(filter(lambda name: name.endswith(METADATA_NAME), look.names))
     written = max(filter(None, map(look.modified_s, names)), default=None)
     step, ranks = _number(record, "step"), _number(record, "ranks")
     saved = utc_text(_number(record, "saved_at") or written) or utc_text(written)
     return Facts(
-        step_in(where) if step is None else step,
+        named if step is None else step,
         saved,
         ranks or _ranks_of(look, commits),
         is_pinned,
         state.kind,
         commits[0].save_id,
     )
+
+
+def facts_of_export(path: Location, look: Look, name: str) -> Facts:
+    """Returns what is known of files that `export` wrote, whose file or index has this name."""
+    return Facts(_step_named(path), utc_text(look.modified_s(name)), state="committed")
+
+
+def _step_named(path: Location) -> int | None:
+    """Returns the step that a path says: a part of a framework's folder is of the folder's."""
+    return step_in("/".join(str(path).split("/")[-2:]))
 
 
 def _number(record: Any, name: str) -> int | None:

@@ -141,7 +141,7 @@ class VerifyReport:
         faults = len(self.faults)
         verdict = "is whole" if self.ok else f"has {counted(faults, 'fault')}"
         lines = [
-            f"'{printable(self.path)}' {verdict}: {counted(self.items, 'item')} in "
+            f"'{printable(self.path)}' {verdict}: {counted(self.items, 'part')} in "
             f"{counted(self.files, 'file')}, "
             f"{human_bytes(self.checked_bytes)} compared with their checksums in "
             f"{self.total_s:.2f} s ({self.gb_per_s:.2f} GB/s)",

@@ -112,7 +112,7 @@ class ResumeInfo:
             step = "" if self.step is None else f" (step {self.step})"
             lines = [f"resumed '{self.tag}'{step}"]
         if self.report is not None:
-            did = f"{counted(self.report.items, 'item')}, {human_bytes(self.report.nbytes)}"
+            did = f"{counted(self.report.items, 'part')}, {human_bytes(self.report.nbytes)}"
             lines[0] += f": {did} in {self.report.total_s:.3g} s on this rank"
             kinds = ("missing", self.report.missing), ("not taken", self.report.unexpected)
             left = [_few(kind, names) for kind, names in kinds if names]

@@ -1,6 +1,6 @@
 """`dcpx.inspect`: the names, dtypes, shapes, parts and files of a checkpoint, as an object.
 
-Reads metadata alone, executes nothing.
+Reads metadata, and the small record of a manager; executes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,7 +31,9 @@ from torch_dcpx.integrity.contents import (
     read_commit,
     wanted_sizes,
 )
-from torch_dcpx.integrity.states import ranks_without_metadata, state_of
+from torch_dcpx.integrity.facts import Facts, facts_of, facts_of_export
+from torch_dcpx.integrity.states import Kind, ranks_without_metadata, state_of
+from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.reader.hints import not_committed
 from torch_dcpx.reader.pretrained_reader import PretrainedReader
 from torch_dcpx.storage.names import METADATA_NAME, TORCH_SUFFIXES, Look
@@ -40,6 +43,8 @@ from torch_dcpx.storage.reader_lock import being_read
 from torch_dcpx.views.chosen import chosen, globs_of
 from torch_dcpx.views.items import FileSize, Item, Items, Rows, name_of
 from torch_dcpx.views.tables import Shown, Table
+
+DescribedState: TypeAlias = Kind | Literal["damaged"]
 
 _MAX_DTYPES = 4  # in a head
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")  # first modules of names
@@ -53,24 +58,33 @@ class Described(Shown):
         path: of the directory.
         metadata_file: `.metadata`, or that of a rank; of an export its file or index.
         written_by: "torch-dcpx" or "stock"; of an export its format.
+        step: of the training, by its manager's record or its name; None: unknown.
+        saved_at: "2026-01-31T23:59:59Z"; None: unknown.
+        ranks: how many saved it; None: unknown.
+        pinned: retention leaves it alone.
+        state: "committed"; "damaged": a file is missing, or its size is wrong; "saving": each rank
+            saves its own, and some have not ended.
         save_id: of an export "".
         fqns: names that were asked for.
         held: how many names are stored.
         files: by name.
         writer: with versions, where the metadata says them; else as `written_by`.
-        saved_s: since 1970: when the metadata, or the export, was written.
         alone: files of ranks whose own metadata is not there; nobody saves them now.
     """
 
     path: str
     metadata_file: str
     written_by: str
+    step: int | None
+    saved_at: str | None
+    ranks: int | None
+    pinned: bool
+    state: DescribedState
     save_id: str
     fqns: Sequence[str] = field(repr=False)
     held: int
     files: dict[str, FileSize] = field(repr=False)
     writer: str
-    saved_s: float | None
     metadata: Metadata = field(repr=False, compare=False)
     alone: Sequence[str] = ()
 
@@ -124,11 +138,13 @@ class Described(Shown):
         return sizes + [f"'{name}' is of a rank whose metadata is not there" for name in self.alone]
 
     def origin(self) -> str:
-        """Returns who wrote it, in one line."""
+        """Returns who wrote it, of which step and when, in one line."""
         is_save = bool(self.save_id)
         by = f"written by {self.written_by}, save {self.save_id[:12]}" if is_save else ""
-        name = location_of(self.path) / self.metadata_file
-        return f"{name}: {by or f'a file of {self.written_by}'}"
+        said = [by or f"a file of {self.written_by}"]
+        said += [] if self.step is None else [f"step {self.step}"]
+        said += [] if self.saved_at is None else [f"saved {self.saved_at}"]
+        return f"{location_of(self.path) / self.metadata_file}: {', '.join(said)}"
 
     def sums(self) -> str:
         """Returns what the items that were asked for come to, in one line."""
@@ -171,6 +187,36 @@ class Inspection(Shown):
 
     path: str
     saves: tuple[Described, ...]
+
+    @property
+    def step(self) -> int | None:
+        """The step of the training; None: unknown."""
+        return self.saves[0].step
+
+    @property
+    def saved_at(self) -> str | None:
+        """When it was saved, as "2026-01-31T23:59:59Z"; None: unknown."""
+        return self.saves[0].saved_at
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks saved it; None: unknown."""
+        return self.saves[0].ranks
+
+    @property
+    def pinned(self) -> bool:
+        """Whether retention leaves it alone."""
+        return self.saves[0].pinned
+
+    @property
+    def state(self) -> DescribedState:
+        """What a `Described` says of it."""
+        return self.saves[0].state
+
+    @property
+    def save_id(self) -> str:
+        """The save's, of several the first rank's; of an export ""."""
+        return self.saves[0].save_id
 
     @property
     def items(self) -> list[Item]:
@@ -217,7 +263,7 @@ class Inspection(Shown):
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Inspection:
     """Looks at the metadata of a checkpoint of torch-dcpx or of stock DCP, or at an export.
 
-    Reads no data and executes nothing. `print` shows it, and so does a notebook.
+    Reads no tensor and executes nothing. `print` shows it, and so does a notebook.
 
     Args:
         path: of a directory, a URL of a store, or what `export` wrote.
@@ -256,27 +302,31 @@ def described_in(place: Place, look: Look) -> list[Described]:
         NotCommittedError: there is no metadata.
         CorruptionError, UnsafePickleError, UnsupportedError, StorageError: it cannot be read.
     """
-    commits = commits_among(look.names)
-    if not commits:
+    if not commits_among(look.names):
         raise not_committed(place.path, look.names, (METADATA_NAME,))
-    found = [_described(place, look, name) for name in commits]
+    state, look = state_of(place, look)
+    commits = {name: read_commit(place, name) for name in commits_among(look.names)}
+    facts = facts_of(place, look, state, list(commits.values()))
+    found = [_described(place, look, facts, *one) for one in commits.items()]
     alone = ranks_without_metadata(look.names)
-    if alone and not state_of(place, look)[0].saving:
+    if alone and not state.saving:
         found[-1] = replace(found[-1], alone=alone)
+    if state.kind == "committed" and any(one.faults for one in found):
+        found = [replace(one, state="damaged") for one in found]
     return found
 
 
-def _described(place: Place, look: Look, name: str) -> Described:
-    found = read_commit(place, name)
+def _described(
+    place: Place, look: Look, facts: Facts, name: str, found: CheckpointMetadata
+) -> Described:
     is_exact = found.files is not None
-    sizes = {
+    by = "torch-dcpx" if is_exact else "stock"
+    files = {
         name: FileSize(look.size(name), nbytes, is_exact)
         for name, nbytes in sorted(wanted_sizes(found).items())
     }
-    by = "torch-dcpx" if is_exact else "stock"
-    fqns, saved_s = list(found.metadata.state_dict_metadata), look.modified_s(name)
-    where, writer = (str(place.path), name, by, found.save_id), found.writer or by
-    return Described(*where, fqns, len(fqns), sizes, writer, saved_s, found.metadata)
+    facts, writer = facts._replace(save_id=found.save_id), found.writer or by
+    return _made(place, name, by, facts, found.metadata, files=files, writer=writer)
 
 
 def _described_artifact(contents: Contents, name: str) -> Described:
@@ -288,6 +338,13 @@ def _described_artifact(contents: Contents, name: str) -> Described:
     ends = least_sizes(metadata) or {name: 0}
     files = {one: FileSize(contents.look.size(one), end, False) for one, end in ends.items()}
     form = "torch.save" if name.endswith(TORCH_SUFFIXES) else "safetensors"
-    where = str(contents.place.path), name, form, ""
-    fqns, saved_s = list(entries), contents.look.modified_s(name)
-    return Described(*where, fqns, len(fqns), files, form, saved_s, metadata)
+    facts = facts_of_export(contents.path, contents.look, name)
+    return _made(contents.place, name, form, facts, metadata, files=files, writer=form)
+
+
+def _made(
+    place: Place, name: str, by: str, facts: Facts, metadata: Metadata, **more: Any
+) -> Described:
+    fqns = list(metadata.state_dict_metadata)
+    more |= {"fqns": fqns, "held": len(fqns), "metadata": metadata}
+    return Described(str(place.path), name, by, **facts._asdict(), **more)

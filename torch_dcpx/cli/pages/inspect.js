@@ -4,11 +4,11 @@
 const SHOWN = 100; // rows of a table
 const FIRST = 20; // of these, the largest tensors that show at once
 const MAX_RESULTS = 50; // names that a search lists
-const MAX_DRAWN = 4000; // chunks of one tensor
+const MAX_DRAWN = 4000; // parts of one tensor
 const MAX_LEGEND = 16; // colours that a legend names
 
-/** Returns the chunks of an item: [offsets, sizes, number of the file, byte in it, bytes] each. */
-function chunksOf({ items, layouts }, item) {
+/** Returns the parts of an item: [offsets, sizes, number of the file, byte in it, bytes] each. */
+function partsOf({ items, layouts }, item) {
   return layouts[items.layout[item]].map(([offsets, sizes, file, nbytes], nth) => [offsets, sizes, file, items.at[item][nth], nbytes]);
 }
 
@@ -26,7 +26,7 @@ function inspected(found) {
     where.section.scrollIntoView({ block: "start" });
   };
   const link = (item) => el("button", { type: "button", onclick: () => choose(item) }, nameText(items.name[item]));
-  const tensorTable = (chosen) => table("Largest tensors", ["name", "#bytes", "dtype", "shape", "#chunks"], chosen.map((item) => [
+  const tensorTable = (chosen) => table("Largest tensors", ["name", "#bytes", "dtype", "shape", "#parts"], chosen.map((item) => [
     link(item), bytesText(items.nbytes[item]), items.dtype[item], listText(items.shape[item]), countText(items.at[item].length)]));
   const largest = [...tensors].sort((a, b) => items.nbytes[b] - items.nbytes[a]);
   const most = largest.slice(0, SHOWN);
@@ -34,11 +34,11 @@ function inspected(found) {
   if (all.length) where.choose(largest.length ? largest[0] : all[0]);
   return el("div", {},
     facts([
-      ["step", found.step ?? ""], ["parameters", parametersOf(items, tensors)], ["dtypes", dtypesOf(items, tensors)],
+      ["step", found.step ?? ""], ["parameters", countText(found.parameters)], ["dtypes", dtypesOf(items, tensors)],
       ["bytes of the files", bytesText(sum(files.found))],
       ["tensors", countText(tensors.length)], ["objects", countText(objects.length)],
       ["ranks", ranks.length ? countText(ranks.length) : ""], ["files", countText(files.name.length)],
-      ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id], ["keys", found.keys.join(", ")],
+      ["written by", found.written_by], ["saved", savedText(found.saved)], ["save id", found.save_id], ["keys", found.keys.join(", ")],
     ]),
     ...faultsOf(found.faults),
     el("section", {}, el("h2", {}, "Sizes by module"),
@@ -59,11 +59,10 @@ function inspected(found) {
 /** Returns the values that the page has, by number of the name. */
 const valuesOf = ({ values }) => new Map(values.item.map((item, at) => [item, values.text[at]]));
 
-/** Returns the elements of all tensors but the optimizer's, which the names tell. */
-function parametersOf({ name, shape }, tensors) {
-  const isOptimizers = (item) => /^(optim|optimizers?|optimizer_state|optim_state)\./.test(name[item]);
-  const own = tensors.filter((item) => !isOptimizers(item));
-  return countText(sum(own.map((item) => shape[item].reduce((one, two) => one * two, 1))));
+/** Returns a time, which a narrow head folds before the hour. */
+function savedText(saved) {
+  const [day, hour] = saved.split("T");
+  return saved && el("span", {}, el("span", { class: "whole" }, `${day}T`), el("wbr"), hour);
 }
 
 function dtypesOf(items, tensors) {
@@ -82,7 +81,7 @@ function coloredModules(found, values, choose) {
   const place = el("div", {});
   let paint;
   function recolor() {
-    const { keyOf, labels, hues } = ways[pick.value](found);
+    const { keyOf, labels, hues, others } = ways[pick.value](found);
     const totalOf = tallied(labels.length, (total, item) => { total[keyOf(item)] += items.nbytes[item]; });
     const totals = totalOf(root);
     paint = (node) => {
@@ -90,7 +89,7 @@ function coloredModules(found, values, choose) {
       const main = total.indexOf(total.reduce((one, two) => Math.max(one, two), 0));
       return fill(total[main] >= 0.8 * sum(total) ? hues[main] : NO_HUE); // else it is of several
     };
-    const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => totals[two] - totals[one]);
+    const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => (one === others) - (two === others) || totals[two] - totals[one]);
     const entries = order.slice(0, MAX_LEGEND).map((key) => [() => fill(hues[key]), `${labels[key]} ${bytesText(totals[key])}`]);
     const more = order.length > MAX_LEGEND ? [`${order.length - MAX_LEGEND} more`] : [];
     if (order.length > 1) entries.push([() => fill(NO_HUE), ["a module of several", ...more].join("; ")]);
@@ -113,7 +112,10 @@ function coloredModules(found, values, choose) {
   return [el("div", { class: "fields" }, el("label", {}, "Colour", pick)), place, map.element];
 }
 
-/** Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than two thirds. */
+/**
+ * Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than two
+ * thirds. Where hues run out, the smallest of its parts are "others".
+ */
 function byPart({ items }) {
   const split = items.name.map((name) => name.split(".", MAX_DEPTH).map((part) => (/^\d+$/.test(part) ? "*" : part)));
   const made = (own, depth) => ({ own, depth, bytes: sum(own.map((item) => items.nbytes[item])) });
@@ -129,17 +131,25 @@ function byPart({ items }) {
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(item);
     }
-    if (rest.length + groups.size > HUES.length) break;
-    parts = [...rest, ...[...groups.values()].map((own) => made(own, largest.depth + 1))];
+    const next = [...groups.values()].map((own) => made(own, largest.depth + 1)).sort((one, two) => two.bytes - one.bytes);
+    const places = HUES.length - rest.length;
+    if (next.length > places && places < 3) break;
+    const kept = next.length > places ? next.slice(0, places - 1) : next;
+    parts = [...rest, ...kept];
+    if (kept.length === next.length) continue;
+    const others = next.slice(places - 1).flatMap(({ own }) => own);
+    parts.push({ ...made(others, largest.depth), areOthers: true });
+    break;
   }
-  for (const part of parts) { // what all its names begin with
+  for (const part of parts.filter(({ areOthers }) => !areOthers)) { // what all its names begin with
     const isShared = (item) => split[item].length > part.depth + 1 && split[item][part.depth] === split[part.own[0]][part.depth];
     while (part.own.length && part.own.every(isShared)) part.depth += 1;
   }
   const keys = new Int32Array(items.name.length);
   parts.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));
-  const labels = parts.map(({ own, depth }) => (own.length ? split[own[0]].slice(0, depth).join(".") || "all" : ""));
-  return { keyOf: (item) => keys[item], labels, hues: HUES };
+  const labelOf = ({ own, depth }) => (own.length ? split[own[0]].slice(0, depth).join(".") : "");
+  const labels = parts.map((part) => [labelOf(part), ...(part.areOthers ? ["others"] : [])].filter(Boolean).join(": ") || "all");
+  return { keyOf: (item) => keys[item], labels, hues: HUES, others: parts.findIndex(({ areOthers }) => areOthers) };
 }
 
 function byDtype({ items }) {
@@ -147,7 +157,7 @@ function byDtype({ items }) {
   return { keyOf: (item) => labels.indexOf(items.dtype[item]), labels: labels.map((one) => one ?? "object"), hues: labels.map((_, at) => HUES[at] || NO_HUE) };
 }
 
-/** Colours by the rank, else the file, that holds all of a tensor, as the map below does its chunks. */
+/** Colours by the rank, else the file, that holds all of a tensor, as the map below does its parts. */
 function byHolder({ items, files, layouts }) {
   const labels = ["several ranks or files"];
   const hues = [NO_HUE];
@@ -202,7 +212,7 @@ function byFileAndRank(files, ranks) {
   return sections;
 }
 
-/** Makes the map of one tensor: a search for its name, its chunks as boxes and as a table. */
+/** Makes the map of one tensor: a search for its name, its parts as boxes and as a table. */
 function whereItLies(found) {
   const { items, files } = found;
   const values = valuesOf(found);
@@ -222,16 +232,16 @@ function whereItLies(found) {
   const map = () => shardMap(found, item, { hueOf, ownerOf, fileOf });
   function choose(chosen) {
     item = chosen;
-    const chunks = chunksOf(found, item);
+    const chunks = partsOf(found, item);
     title.textContent = items.name[item] || NO_NAME;
     const { note } = map();
-    text.textContent = `${formOf(items, item)}, ${bytesText(items.nbytes[item])}, ${counted(chunks.length, "chunk")}. ${note}`;
+    text.textContent = `${formOf(items, item)}, ${bytesText(items.nbytes[item])}, ${counted(chunks.length, "part")}. ${note}`;
     if (values.has(item)) text.append(el("span", { class: "value name" }, values.get(item)));
     const isDrawn = items.dtype[item] !== null && chunks.length > 0 && !items.shape[item].includes(0);
     holder.hidden = !isDrawn;
-    holder.setAttribute("aria-label", `Chunks of ${items.name[item]}; the table below lists them`);
+    holder.setAttribute("aria-label", `Parts of ${items.name[item]}; the table below lists them`);
     const lines = chunks.slice(0, SHOWN).map((chunk) => [ownerOf(chunk), listText(chunk[0]), listText(chunk[1]), fileOf(chunk), countText(chunk[3]), countText(chunk[4])]);
-    rows.replaceChildren(table("Chunks", ["held by", "offsets", "sizes", "file", "#at byte", "#bytes"], lines), ...moreThan(SHOWN, chunks.length, "dcpx inspect --chunks lists all"));
+    rows.replaceChildren(table("Parts", ["held by", "offsets", "sizes", "file", "#at byte", "#bytes"], lines), ...moreThan(SHOWN, chunks.length, "dcpx inspect --parts lists all"));
     if (!isDrawn) return;
     if (drawing) drawing.redraw();
     else drawing = chart(holder, (width, height) => map().option(width, height));
@@ -263,7 +273,7 @@ function shownDims(shape, chunks) {
 
 function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
   const { items } = found;
-  const chunks = chunksOf(found, item);
+  const chunks = partsOf(found, item);
   const shape = items.shape[item] || [];
   const { dims, hidden } = shownDims(shape, chunks);
   const [rowDim, columnDim] = dims.length === 2 ? dims : [undefined, dims[0]];
@@ -272,7 +282,7 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
   const axisName = (dim) => (dim === undefined ? "" : `dimension ${dim} (${countText(shape[dim])})`);
   const notes = shape.includes(0) ? ["It has no elements."] : [];
   if (dims.length === 2 && !shape.includes(0)) notes.push(`Rows are dimension ${dims[0]}, columns dimension ${dims[1]}.`);
-  if (hidden.length) notes.push(`Chunks that differ in dimension ${hidden.join(", ")} lie upon each other.`);
+  if (hidden.length) notes.push(`Parts that differ in dimension ${hidden.join(", ")} lie upon each other.`);
   if (chunks.length > MAX_DRAWN) notes.push(`The map shows the first ${countText(MAX_DRAWN)}.`);
   const bounds = (dim) => {
     if (dim === undefined) return [];

@@ -5,6 +5,7 @@ const MOST_ROWS = 128; // of the timeline
 const MOST_LISTED = 200; // boxes of the list
 const BAR = 18; // pixels
 const AXIS = 26;
+const LETTER = 6.5; // of a label: what a font measures would move the whole timeline
 const WAITING = ["wait", "vote"]; // for other saves, for other ranks: no work, and pale
 const NAME_HUES = {
   exchange: "#ddcc77", plan: "#8878c3", metadata: "#88ccee", locate: "#999933", snapshot: "#aa4499",
@@ -102,7 +103,7 @@ function timeline(one, end) {
   }
   function option(width) {
     drawn = [];
-    const gutter = width < 700 ? 0 : Math.min(260, Math.max(...rows.map((row) => widthOf(labelOf(row)))) + 16);
+    const gutter = width < 700 ? 0 : Math.min(260, LETTER * Math.max(...rows.map((row) => labelOf(row).length)) + 16);
     const high = BAR + 6 + (gutter ? 0 : 18);
     const at = (time) => gutter + 8 + ((time - from) / (to - from)) * (width - gutter - 24);
     const bottom = AXIS + rows.length * high + 4;
