@@ -15,17 +15,6 @@ namespace {
 using namespace pickle_op;
 using namespace pickle_value;
 
-constexpr std::size_t kMaxNumberBytes = 1024;  // int(text) is quadratic, and no count needs more
-constexpr std::uint64_t kMemoSlack = 1024;     // gaps that an optimizer may have left
-// A key's hash visits every node below it, and sharing makes nodes cheap: 40 times DUP TUPLE2 is a
-// tuple of 2^40 leaves in 80 bytes. Keys of real pickles stay far below one node a byte.
-constexpr std::uint64_t kKeyNodesBase = 1 << 20;
-constexpr std::uint64_t kKeyNodesPerByte = 64;
-// A call copies its arguments, and one tuple in the memo can be those of a call every three bytes.
-// Arguments of real pickles are written for their call.
-constexpr std::uint64_t kArgumentsBase = 1 << 20;
-constexpr std::uint64_t kArgumentsPerByte = 4;
-
 // Mirrors the unpickler's stack and memo by one Slot a value.
 class Scanner {  // Not thread-safe. Lives for one scan.
  public:
@@ -180,10 +169,6 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     push(kEmptyContainer);
   }
 
-  static bool is_plain(const Slot& container) {
-    return container.depth == 1 && container.width <= kMostPlain;
-  }
-
   // Replaces the last `count` values by one that contains them.
   void wrap(std::size_t count, std::uint64_t nbytes = kTupleCost) {
     need(count);
@@ -202,9 +187,9 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     const bool was_empty = container.width == 0;
     const bool was_plain = is_plain(container);
     take_into(&container, count);
-    const bool is_dict = first_cost == kFirstPairCost;  // whose pairs are charged as keys
-    charge(count * (container.is_compound ? kCalledMemberCost : is_dict ? 0 : kHeldCost) +
-           (was_empty && count > 0 ? first_cost : 0) +
+    std::uint64_t each = first_cost == kFirstPairCost ? 0 : kHeldCost;  // pairs: as keys
+    if (container.is_compound) each = kCalledMemberCost;
+    charge(count * each + (was_empty && count > 0 ? first_cost : 0) +
            (was_plain && !is_plain(container) ? kSettledCost : 0));
     stack_.pop_back();
     push(container);

@@ -26,7 +26,7 @@ constexpr std::uint64_t kSetCost = 580;
 constexpr std::uint64_t kCallCost = 400;
 constexpr std::uint64_t kCalledMemberCost = 100;  // what a call made writes it down
 constexpr std::uint64_t kMemberCost = 24;         // of a dict's pair, or of a member of a set
-constexpr std::uint64_t kManyMembers = 16;  // from here on a container is copied as it grows
+constexpr std::uint64_t kManyMembers = 16;        // from here on a container is copied as it grows
 constexpr std::uint64_t kOfManyCost = 180;
 constexpr std::uint64_t kMemoCost = 32;
 constexpr std::uint32_t kMostPlain = 8;  // `unpickle/settle` leaves so small plain ones as they are
@@ -67,5 +67,21 @@ constexpr Slot kLargeNumber{0, 1, true};
 constexpr Slot kEmptyContainer{1, 1};
 constexpr std::size_t kSmallNumberBytes = 7;    // of LONG1: below 2^61 - 1, where hashes repeat
 constexpr std::size_t kSmallNumberDigits = 18;  // of a text
+
+constexpr std::size_t kMaxNumberBytes = 1024;  // int(text) is quadratic, and no count needs more
+constexpr std::uint64_t kMemoSlack = 1024;     // gaps that an optimizer may have left
+// A key's hash visits every node below it, and sharing makes nodes cheap: 40 times DUP TUPLE2 is a
+// tuple of 2^40 leaves in 80 bytes. Keys of real pickles stay far below one node a byte.
+constexpr std::uint64_t kKeyNodesBase = 1 << 20;
+constexpr std::uint64_t kKeyNodesPerByte = 64;
+// A call copies its arguments, and one tuple in the memo can be those of a call every three bytes.
+// Arguments of real pickles are written for their call.
+constexpr std::uint64_t kArgumentsBase = 1 << 20;
+constexpr std::uint64_t kArgumentsPerByte = 4;
+
+// Whether `unpickle/settle` leaves a container as it is, and remembers nothing of it.
+constexpr bool is_plain(const Slot& container) noexcept {
+  return container.depth == 1 && container.width <= kMostPlain;
+}
 
 }  // namespace dcpx::pickle_value
