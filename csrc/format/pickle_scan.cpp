@@ -1,6 +1,5 @@
 #include "format/pickle_scan.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
