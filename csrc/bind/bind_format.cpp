@@ -90,11 +90,13 @@ std::uint64_t py_scan_pickle(const py::object& buffer, bool allow_persid, std::u
   return scan_pickle(bytes.data(), bytes.size(), limits).stop_bytes;
 }
 
-py::tuple py_scan_keys(const py::object& buffer, bool allow_persid, std::uint64_t base_cost) {
+py::tuple py_scan_keys(const py::object& buffer, bool allow_persid, std::uint64_t base_cost,
+                       std::uint64_t states_earn_per_byte) {
   const Bytes bytes(buffer);
   PickleLimits limits;
   limits.allow_persid = allow_persid;
   limits.base_cost = base_cost;
+  limits.states_earn_per_byte = states_earn_per_byte;
   PickleScan found;
   {
     const ReleasedGil unlocked;
@@ -118,7 +120,7 @@ void bind_format(py::module_& module) {
              py::arg("max_bytes") = limits.max_bytes,
              "Bytes up to and including STOP of a pickle that is safe to walk.");
   module.def("scan_keys", &py_scan_keys, py::arg("buffer"), py::arg("allow_persid") = false,
-             py::arg("base_cost") = limits.base_cost,
+             py::arg("base_cost") = limits.base_cost, py::arg("states_earn_per_byte") = 0,
              "The same, and how many keys of dicts and sets have a hash that a file can choose.");
 }
 

@@ -1,6 +1,5 @@
 #include "format/pickle_scan.h"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -14,17 +13,6 @@ namespace {
 
 using namespace pickle_op;
 using namespace pickle_value;
-
-constexpr std::size_t kMaxNumberBytes = 1024;  // int(text) is quadratic, and no count needs more
-constexpr std::uint64_t kMemoSlack = 1024;     // gaps that an optimizer may have left
-// A key's hash visits every node below it, and sharing makes nodes cheap: 40 times DUP TUPLE2 is a
-// tuple of 2^40 leaves in 80 bytes. Keys of real pickles stay far below one node a byte.
-constexpr std::uint64_t kKeyNodesBase = 1 << 20;
-constexpr std::uint64_t kKeyNodesPerByte = 64;
-// A call copies its arguments, and one tuple in the memo can be those of a call every three bytes.
-// Arguments of real pickles are written for their call.
-constexpr std::uint64_t kArgumentsBase = 1 << 20;
-constexpr std::uint64_t kArgumentsPerByte = 4;
 
 // Mirrors the unpickler's stack and memo by one Slot a value.
 class Scanner {  // Not thread-safe. Lives for one scan.
@@ -53,11 +41,11 @@ class Scanner {  // Not thread-safe. Lives for one scan.
 
   void charge(std::uint64_t nbytes) {
     cost_ += nbytes;
-    const std::uint64_t free = limits_.base_cost + static_cast<std::uint64_t>(end_ - begin_);
+    if (cost_ <= limits_.base_cost + static_cast<std::uint64_t>(end_ - begin_)) return;
     const auto walked = static_cast<std::uint64_t>(at_ - begin_);
-    if (cost_ <= free) return;
-    const std::uint64_t credit = std::min(kStateCredit * states_, kStateCreditPerByte * walked);
-    if (walked >= kStateBytes * states_ && cost_ <= free + credit) return;
+    const std::uint64_t by_states =
+        std::min(kEarnedByState * states_, limits_.states_earn_per_byte * walked);
+    if (cost_ <= std::max(kEarnedPerByte * said_bytes_, by_states)) return;
     fail("takes more than " + std::to_string(cost_ / 1'000'000) + " MB of memory for its " +
          std::to_string(end_ - begin_) + " B");
   }
@@ -80,13 +68,15 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     const std::byte* from = at_;
     skip(nbytes);
     const bool is_long = is_unicode && nbytes >= kWideText;
+    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
     charge(kTextCost + nbytes * (is_long ? width_of(from, nbytes) : 1));
     push(kLeaf);
   }
 
   void number_of(std::uint64_t nbytes) {
     skip(nbytes);
-    charge(kNumberCost);
+    said_bytes_ += nbytes;
+    if (nbytes > 1) charge(kNumberCost);  // smaller ones are there
     push(kLeaf);
   }
 
@@ -102,6 +92,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void number_line() {
     const std::size_t nbytes = line();
     if (nbytes > kMaxNumberBytes) fail("holds a number of too many digits");
+    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
     charge(kNumberCost + nbytes);
     push(nbytes > kSmallNumberDigits ? kLargeNumber : kLeaf);
   }
@@ -128,6 +119,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void long1() {
     const std::size_t nbytes = number<std::uint8_t>();
     skip(nbytes);
+    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
     charge(kNumberCost + nbytes);
     push(nbytes > kSmallNumberBytes ? kLargeNumber : kLeaf);
   }
@@ -153,8 +145,10 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   void push(const Slot& slot) {
     if (slot.depth > limits_.max_depth) fail("nests deeper than the limit");
     if (stack_.size() >= limits_.max_stack) fail("holds too many values on the stack");
-    charge(kHeldCost);
     stack_.push_back(slot);
+    if (stack_.size() <= most_stacked_) return;
+    most_stacked_ = stack_.size();
+    charge(kPlaceCost);
   }
 
   // Takes the last `count` values and adds them to `container`, which gets one deeper than they.
@@ -177,18 +171,25 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   // Replaces the last `count` values by one that contains them.
   void wrap(std::size_t count, std::uint64_t nbytes = kTupleCost) {
     need(count);
-    charge(nbytes);
     Slot container = kEmptyContainer;
     container.is_compound = true;
     take_into(&container, count);
+    charge((nbytes == kTupleCost && is_plain(container) ? kPlainTupleCost : nbytes) +
+           kPartCost * count);
     push(container);
   }
 
   // Puts the last `count` values into the container below them.
-  void absorb(std::size_t count) {
+  void absorb(std::size_t count, std::uint64_t first_cost) {
     need(count + 1);
     Slot container = stack_[stack_.size() - count - 1];
+    const bool was_empty = container.width == 0;
+    const bool was_plain = is_plain(container);
     take_into(&container, count);
+    std::uint64_t each = first_cost == kFirstPairCost ? 0 : kHeldCost;  // pairs: as keys
+    if (container.is_compound) each = kCalledMemberCost;
+    charge(count * each + (was_empty && count > 0 ? first_cost : 0) +
+           (was_plain && !is_plain(container) ? kSettledCost : 0));
     stack_.pop_back();
     push(container);
     if (container.memo != kNoMemo) memo_[container.memo] = container;
@@ -212,7 +213,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     need(2);
     stack_[stack_.size() - 2].is_compound = false;
     ++states_;
-    absorb(1);
+    absorb(1, 0);
   }
 
   // Charges every `stride`th of the last `count` values for being hashed and held.
@@ -302,7 +303,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kStop: need(1); is_stopped_ = true; return;
 
       case kNone: case kNewtrue: case kNewfalse: return push(kLeaf);
-      case kBinint1: skip(1); return push(kLeaf);
+      case kBinint1: return number_of(1);
       case kBinint2: return number_of(2);
       case kBinint: return number_of(4);
       case kBinfloat: return number_of(8);
@@ -320,7 +321,7 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kString: case kUnicode: return text_line();
 
       case kEmptyTuple: return push(kEmptyContainer);
-      case kEmptyList: case kEmptyDict: return make(kListCost);
+      case kEmptyList: case kEmptyDict: return make(kEmptyCost);
       case kEmptySet: return make(kSetCost);
       case kTuple1: return wrap(1);
       case kTuple2: return wrap(2);
@@ -328,20 +329,20 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kTuple: case kList: return wrap(pop_mark());
       case kFrozenset: return wrap(hash_members(pop_mark()), kSetCost);
       case kDict: return wrap(hash_pairs(pop_mark()));
-      case kAppend: return absorb(1);
-      case kAppends: return absorb(pop_mark());
-      case kAdditems: return absorb(hash_members(pop_mark()));
-      case kSetitem: return absorb(hash_pairs(2));
-      case kSetitems: return absorb(hash_pairs(pop_mark()));
+      case kAppend: return absorb(1, kFirstMemberCost);
+      case kAppends: return absorb(pop_mark(), kFirstMemberCost);
+      case kAdditems: return absorb(hash_members(pop_mark()), 0);
+      case kSetitem: return absorb(hash_pairs(2), kFirstPairCost);
+      case kSetitems: return absorb(hash_pairs(pop_mark()), kFirstPairCost);
 
-      case kGlobal: line(); line(); return push(kLeaf);
+      case kGlobal: line(); line(); return push(kEmptyContainer);
       case kStackGlobal: return wrap(2);
       case kReduce: case kNewobj: return call(2);
       case kNewobjEx: return call(3);
       case kBuild: return set_state();
       case kInst: line(); line(); return wrap(pop_mark(), kCallCost);
       case kObj: return make_object();
-      case kPersid: check_persid(); line(); return push(kLeaf);
+      case kPersid: check_persid(); line(); return push(kEmptyContainer);
       case kBinpersid: check_persid(); return wrap(1);
 
       case kMark: return mark();
@@ -383,8 +384,10 @@ class Scanner {  // Not thread-safe. Lives for one scan.
   std::uint64_t compound_keys_ = 0;
   std::uint64_t memo_used_ = 0;
   std::uint64_t ops_ = 0;
-  std::uint64_t cost_ = 0;    // bytes of memory
-  std::uint64_t states_ = 0;  // that objects have got
+  std::uint64_t cost_ = 0;        // bytes of memory
+  std::uint64_t said_bytes_ = 0;  // of numbers and texts
+  std::uint64_t states_ = 0;      // that objects have got
+  std::size_t most_stacked_ = 0;
   bool is_stopped_ = false;
 };
 

@@ -17,6 +17,7 @@ struct PickleLimits {
   std::uint32_t max_stack = 1U << 24;  // values on the stack at once
   // Bytes of memory that its objects may take beside one for each of its own.
   std::uint64_t base_cost = std::uint64_t{200} << 20;
+  std::uint64_t states_earn_per_byte = 0;  // room, where objects with a state are there
   bool allow_persid = false;
 };
 

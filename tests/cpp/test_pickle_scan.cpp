@@ -29,12 +29,15 @@ TEST(pickle_scan_weighs_objects) {
   limits.base_cost = 2000;
   CHECK_EQ(scan("(]]l."sv, limits).stop_bytes, 5U);
   for (const char* flood :
-       {"]", "}", "\x8f", "N\x85", "(t", "(]l", "G12345678", "\x8c\x01z", "N\x94"}) {
+       {"]", "}", "\x8f", "N\x85", "(t", "(]l", "]K\x01a", "\x8c\x01z", "N\x94"}) {
     std::string pickle = "(";
     for (int i = 0; i < 1000; ++i) pickle += flood;
     CHECK_THROWS(scan(pickle + "l.", limits), ErrorCode::kCorruption);
     CHECK_EQ(scan(pickle + "l.").stop_bytes, pickle.size() + 2);
   }
+  std::string numbers = "(";  // earn what they take
+  for (int i = 0; i < 1000; ++i) numbers += "G12345678";
+  CHECK_EQ(scan(numbers + "l.", limits).stop_bytes, numbers.size() + 2);
   // A text of ASCII and one wide letter takes four bytes for each of its own.
   const std::string text = std::string("X\x00\x20\x00\x00", 5) + std::string(8188, 'a');
   CHECK_EQ(scan(text + "abcd.", limits).stop_bytes, 8198U);

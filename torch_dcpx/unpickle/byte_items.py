@@ -23,14 +23,20 @@ import torch
 
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
-from torch_dcpx.errors import DcpxError, UnsafePickleError
+from torch_dcpx.errors import CorruptionError, DcpxError, UnsafePickleError
 from torch_dcpx.unpickle.numpy_objects import NUMPY
 from torch_dcpx.unpickle.plain_objects import PLAIN
 from torch_dcpx.unpickle.random_objects import RANDOM
 from torch_dcpx.unpickle.settle import Settler, build_user_object, refuse
 from torch_dcpx.unpickle.stand_ins import GlobalTable
 from torch_dcpx.unpickle.torch_objects import TORCH, StorageRef, storage_ref
-from torch_dcpx.unpickle.unpickler import RestrictedUnpickler, malformed_is_corruption, user_globals
+from torch_dcpx.unpickle.unpickler import (
+    RestrictedUnpickler,
+    is_heavy,
+    malformed_is_corruption,
+    scanned,
+    user_globals,
+)
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -38,7 +44,8 @@ OBJECTS: GlobalTable = {**PLAIN, **TORCH, **NUMPY, **RANDOM}
 _WAY_OUT = "trusted=True would hand it to the planner unread"
 _GLOBAL = re.compile(rb"c([\w.]{1,200})\n([\w.]{1,200})\n", re.ASCII)  # as protocol 2 names one
 _MAX_LOOKED_BYTES = 16 << 20
-_told: set[str] = set()  # classes
+_MAX_UNWEIGHED_BYTES = 1 << 20  # whatever they are, they take less than a load gives
+_told: set[str] = set()  # classes and items
 _DEVICE = re.compile(r"[a-z]{1,24}(:[0-9]{1,3})?\Z")
 _KINDS = {  # first bytes -> what it is
     b"\x80": "a bare pickle (torch.save before 1.6, or pickle.dump)",
@@ -154,7 +161,9 @@ def decode_byte_item(
 
 
 def tell_refused(data: bytes, fqn: str) -> None:
-    """Logs, once for each class, that every load will refuse an item that is saved."""
+    """Logs, once for each class or item, that every load will refuse an item that is saved."""
+    if len(data) > _MAX_UNWEIGHED_BYTES:
+        _tell_heavy(data, fqn)
     if len(data) > _MAX_LOOKED_BYTES or all(
         tuple(map(bytes.decode, pair)) in OBJECTS for pair in _GLOBAL.findall(data)
     ):
@@ -172,6 +181,26 @@ def tell_refused(data: bytes, fqn: str) -> None:
                 fqn,
                 name,
                 name,
+            )
+    except DcpxError:  # which its load will say
+        return
+
+
+def _tell_heavy(data: bytes, fqn: str) -> None:
+    """Logs that the objects of an item take more memory than a load gives them."""
+    try:
+        with malformed_is_corruption("look at", path="", fqn=fqn):
+            held = _Archive(memoryview(data)).record("data.pkl")
+        scanned(held, path="", fqn=fqn, allow_persid=True)
+    except CorruptionError as error:
+        if is_heavy(error) and fqn not in _told:
+            _told.add(fqn)
+            logger.warning(
+                "'%s' is saved with so many containers (%d B of them) that every load refuses "
+                "them but one with trusted=True: save tensors, numpy arrays or texts in their "
+                "place",
+                fqn,
+                len(data),
             )
     except DcpxError:  # which its load will say
         return

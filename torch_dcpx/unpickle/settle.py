@@ -34,7 +34,9 @@ _ELEMENT_BYTES = 32  # of a container that a call makes
 
 _PLAIN = (type(None), type(...), bool, int, float, str, bytes, bytearray)
 _ATOMS: frozenset[type] = frozenset({*_PLAIN, torch.dtype, torch.qscheme})
+_CONTAINERS: frozenset[type] = frozenset({list, dict, tuple})
 
+_MAX_PLAIN = 8  # parts, which are looked at wherever it is met; a hash of them is soon made
 _BUILDING = object()  # in the memo: a tuple, set or stand-in that is not complete yet
 
 
@@ -141,7 +143,7 @@ class Settler:
     def __call__(self, raw: Any) -> Any:
         """Returns the real object of `raw`, or refuses a part that its class does not take."""
         kind = type(raw)
-        if kind in _ATOMS or (not raw and (kind is list or kind is dict)):
+        if kind in _ATOMS or (kind in _CONTAINERS and len(raw) <= _MAX_PLAIN and _is_plain(raw)):
             return raw
         made = self._memo.get(id(raw), EMPTY)
         if made is _BUILDING:
@@ -188,6 +190,16 @@ class Settler:
         self._memo[id(raw)] = made
         self._depth -= 1
         return made
+
+
+def _is_plain(raw: Any) -> bool:
+    """Returns whether a builtin container holds nothing that is to be settled, and no containers.
+
+    Millions of records are such: what the walk knows of another one takes as much memory as it.
+    """
+    if type(raw) is dict and not _ATOMS.issuperset(map(type, raw.values())):
+        return False
+    return _ATOMS.issuperset(map(type, raw))
 
 
 def _value(raw: Any) -> Any:

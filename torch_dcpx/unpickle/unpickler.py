@@ -34,6 +34,7 @@ from torch_dcpx.unpickle.stand_ins import (
 _MAX_NAMES = 16  # that an error lists
 _TRUST = "if you trust whoever wrote this checkpoint, pass trusted=True"
 _ANY_COST = 1 << 62
+_STATES_EARN_PER_BYTE = 64  # of metadata: entries of few letters, and one part each, take 57
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 MAX_MESSAGE = 200  # characters quoted of a cause, whose text may come from the file
 
@@ -158,6 +159,8 @@ def scanned(
     Raises: CorruptionError: as `RestrictedUnpickler`.
     """
     room = {"base_cost": _ANY_COST} if trusted else {}
+    if fqn is None:
+        room["states_earn_per_byte"] = _STATES_EARN_PER_BYTE
     try:
         with malformed_is_corruption("scan the pickle of", path=path, fqn=fqn):
             return _C.scan_keys(data, allow_persid, **room)
