@@ -31,7 +31,9 @@ def merged(folder: Path, *args: str) -> Any:
     """Returns what `dcpx trace --json` says of a folder, and the merged trace."""
     dist.barrier()
     out = folder.parent / f"merged{dist.get_rank()}.json"
-    result = CliRunner().invoke(app, ["trace", str(folder), "--out", str(out), "--json", *args])
+    result = CliRunner().invoke(
+        app, ["trace", str(folder), "--out", str(out), "--overwrite", "--json", *args]
+    )
     assert result.exit_code == 0, result.output
     dist.barrier()
     return json.loads(result.stdout), json.loads(out.read_text())["traceEvents"]

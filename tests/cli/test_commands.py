@@ -72,7 +72,7 @@ def test_inspect_of_a_name_that_is_not_there_leads_on(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     error = printed("inspect", tmp_path, "-k", "model.*", "-k", "model.v", code=2)["error"]
     assert (error["type"], error["fqn"]) == ("UnknownNameError", "model.v")
-    assert "did you mean: 'model.w'" in error["message"]
+    assert "did you mean 'model.w'" in error["message"]
 
 
 def test_inspect_makes_only_the_items_that_it_shows(

@@ -26,17 +26,8 @@ from torch_dcpx import (
 )
 
 # Values of a wrong type, of a wrong class, classes instead of objects, something swapped.
-NOT_PATHS = (
-    3,
-    1.5,
-    object(),
-    torch.ones(3),
-    nn.Linear(1, 1),
-    {"w": torch.ones(1)},
-    WriteOptions(),
-    "~/ckpt",
-    "a\0b",
-)
+_OBJECTS = object(), torch.ones(3), nn.Linear(1, 1), {"w": torch.ones(1)}, WriteOptions()
+NOT_PATHS = (3, 1.5, *_OBJECTS, "~/ckpt", "a\0b")
 NOT_STATES = (None, "ckpt", Path("ckpt"), [1, 2], 3, nn.Linear(1, 1), dict, torch.ones(1))
 NOT_SWITCHES = (None, "yes", "", 2.0, torch.ones(3), WriteOptions(), object())
 NOT_WRITE = (ReadOptions(), {"workers": 2}, "full", 3, WriteOptions, object())
@@ -167,6 +158,7 @@ TABLE: Table = {
             **LOOKS,
         },
     ),
+    "inspect": (dcpx.inspect, {"path": "good"}, {"path": (None, *NOT_PATHS), "keys": NOT_KEYS}),
     "stats": (dcpx.stats, {"path": "good"}, {"path": NOT_PATHS, "keys": NOT_KEYS, **LOOKS}),
     "verify": (
         dcpx.verify,

@@ -31,6 +31,7 @@ NO_ARGUMENTS |= {"CheckpointManager.close", "uninstall"}
 NOT_CALLED = {"CopyGuard", "Finding", "Preemption", "PerRank", "SaveHandle", "Merge", "Split"}
 NOT_CALLED |= {"Transpose", "ResumeInfo", "OpenCheckpoint", "LazyTensor", "Event"}
 NOT_CALLED |= {"SaveEnded", "SaveFailed", "LoadEnded", "LoadFailed"}
+NOT_CALLED |= {"Listing", "ListedCheckpoint", "Inspection"}
 
 
 @pytest.fixture(autouse=True)

@@ -236,7 +236,7 @@ def test_directories_keep_their_modes(tmp_path: Path) -> None:
         save_steps(manager, 1)
         manager.pin(1)
         save_steps(manager, 2, 3)
-        export(root / "step-0", out, keys=["x"], no_dist=True)
+        export(root / "step-0", out, keys=["x"], no_dist=True, overwrite=True)
     modes = {path.name: path.stat().st_mode & 0o7777 for path in (root, root / "step-1", out)}
     assert modes == dict.fromkeys(("run", "step-1", "out"), 0o2700)
 

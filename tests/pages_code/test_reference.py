@@ -139,7 +139,14 @@ def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
     for path in (ROOT / "csrc").rglob("*.cpp"):
         read |= set(re.findall(r'getenv\("(\w+)"\)', path.read_text()))
     assert len(read) > 8
-    foreign = {"CXX", "PATH", "WORLD_SIZE", "AWS_UNSIGNED_PAYLOAD"}  # not ours to document
+    foreign = {
+        "CXX",
+        "PATH",
+        "WORLD_SIZE",
+        "AWS_UNSIGNED_PAYLOAD",
+        "NO_COLOR",
+        "TERM",
+    }  # not ours to document
     assert [name for name in sorted(read - foreign) if f"`{name}`" not in page] == []
 
 
@@ -150,6 +157,7 @@ def test_every_option_of_every_command_is_on_the_page() -> None:
     for name, command in app.commands.items():
         assert f"## `dcpx {name}`" in page
         for parameter in command.params:
-            for option in parameter.opts if parameter.param_type_name == "option" else ():
+            is_shown = parameter.param_type_name == "option" and not parameter.hidden
+            for option in parameter.opts if is_shown else ():
                 assert option in page
         assert inspect.getdoc(command.callback)

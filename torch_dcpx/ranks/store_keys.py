@@ -268,9 +268,7 @@ class StoreKeys:
                 return None
             if waiting.waited_s >= warn_at_s:
                 warn_at_s = waiting.waited_s + _WARNING_S
-                absent = missing and self.absent([f"p/{rank}" for rank in missing], deadline)
-                hint = NOT_BEGUN if absent else ""
-                _warn(what, missing, waiting.waited_s, deadline, hint)
+                _warn(what, missing, waiting.waited_s, deadline)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """Removes keys, if they are there."""
@@ -301,14 +299,13 @@ class StoreKeys:
             raise
 
 
-def _warn(
-    what: str, missing: Sequence[int], waited_s: float, deadline: Deadline, hint: str
-) -> None:
+def _warn(what: str, missing: Sequence[int], waited_s: float, deadline: Deadline) -> None:
     named = ", ".join(map(str, missing[:_MAX_NAMED]))
     if len(missing) > _MAX_NAMED:
         named += f" and {len(missing) - _MAX_NAMED} more"
     whom = f"rank{'s' if len(missing) > 1 else ''} {named}" if missing else "the answer of rank 0"
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
+    hint = NOT_BEGUN if missing else ""
     logger.warning(_WAITS, what, whom, since, waited_s, deadline.remaining_s, hint)
 
 
