@@ -50,7 +50,7 @@ class ExportSides:
         return {"model": {n: DTensor.from_local(t, mesh, [Shard(0)]) for n, t in local.items()}}
 
     def _save(self, path: Path) -> Mapping[str, float]:
-        torch_dcpx.save(self._sharded(self._local), path, no_dist=self._is_alone, overwrite=True)
+        torch_dcpx.save(self._sharded(self._local), path, no_dist=self._is_alone)
         return {}
 
     def _live(self, path: Path) -> Mapping[str, float]:
