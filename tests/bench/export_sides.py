@@ -66,7 +66,7 @@ class ExportSides:
         return {}
 
     def _load_from(self, path: Path) -> None:
-        torch_dcpx.load(self._sharded(self._target), path, no_dist=self._is_alone, overwrite=True)
+        torch_dcpx.load(self._sharded(self._target), path, no_dist=self._is_alone)
 
     def _check_loaded(self, path: Path) -> None:
         for name, tensor in self._local.items():
