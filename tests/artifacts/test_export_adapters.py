@@ -168,7 +168,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_config_copies_configs_and_tokenizer(tmp_path: Path, base: Path) -> None:
     for _ in range(2):  # the second time over its own export
-        dcpx.export(tmp_path / "ckpt", tmp_path / "out", config=base)
+        dcpx.export(tmp_path / "ckpt", tmp_path / "out", config=base, overwrite=True)
         (base / "config.json").write_text("changed")
     found = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()
              if path.name != "model.safetensors"}  # fmt: skip

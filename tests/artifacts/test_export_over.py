@@ -28,7 +28,7 @@ def write(value: float, path: Path, how: str) -> bool:
         if arguments is None:
             dcpx.save(state, path, no_dist=True)
         else:
-            dcpx.export(state, path, no_dist=True, **arguments)
+            dcpx.export(state, path, no_dist=True, overwrite=True, **arguments)
     except dcpx.OptionError:
         return False
     return True

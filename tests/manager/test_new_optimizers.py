@@ -245,8 +245,8 @@ def test_log_and_report_tell_settings_that_followed_their_parameters_from_those_
     report = manager_of(tmp_path).resume(**parts, strict=False).report
     assert rates(model, optimizer) == dict.fromkeys(rates(model, optimizer), 5.0)
     stayed, followed = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert "as they were: optimizer.param_groups.1.mine" in stayed
-    assert "as those of other names: optimizer.param_groups.1.lr, " in followed
+    assert "1 name, which stays as it was: `optimizer.param_groups.1.mine`" in stayed
+    assert "which follow other names: " in followed and "`optimizer.param_groups.1.*`" in followed
     assert report is not None and report.missing == ("optimizer.param_groups.1.mine",)
 
 

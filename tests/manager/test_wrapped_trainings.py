@@ -58,7 +58,7 @@ def test_any_wrapper_resumes_what_any_has_saved(tmp_path: Path, name: str, trans
             other = training(name, wrap, 5)
             manager.resume(model=other[0], optimizer=other[1], translate=translate)
             assert_equal(other, source)
-        manager.export(1, tmp_path / "out")
+        manager.export(1, tmp_path / "out", overwrite=True)
         model = filled(MODELS_IN_ORDER[name](), 9)
         dcpx.load_pretrained(model, tmp_path / "out")
         for mine, its in zip(held(model), held(source[0]), strict=True):

@@ -237,11 +237,14 @@ class LoadRun:
         missing = tuple(name for name in differences.missing if name not in filled)
         others = [name for name in differences.missing if name in filled]
         nbytes = read.needed_bytes if read is not None else 0
-        for names, what in ((missing, "as they were"), (others, "as those of other names")):
+        for names, one, more in (
+            (missing, "stays as it was", "stay as they were"),
+            (others, "follows another name", "follow other names"),
+        ):
             if names:
                 loaded = f"{counted(differences.found, 'name')}, {human_bytes(nbytes)},"
-                text = "loaded %s from '%s'; it does not hold %s, which stay %s: %s"
-                count = counted(len(names), "name")
+                text = "loaded %s from '%s'; it does not hold %s, which %s: %s"
+                count, what = counted(len(names), "name"), one if len(names) == 1 else more
                 logger.warning(text, loaded, shown_path(reader), count, what, grouped(names))
         self._timeline.end()
         return LoadReport(
