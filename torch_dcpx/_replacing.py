@@ -24,7 +24,7 @@ _HAS_NO_SUCH_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Replacing(NamedTuple):
-    """What may be replaced."""
+    """Says what may be replaced."""
 
     is_asked: bool  # for at all
     is_same: Callable[[Path], bool]  # whether a file is of the kind that is written

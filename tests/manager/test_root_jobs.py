@@ -221,6 +221,24 @@ def test_managers_of_one_process_share_the_root(tmp_path: Path, jobs: Callable[.
     assert job.tell("save 4") is None
 
 
+def test_pointer_that_is_begun_behind_the_lock_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(manager_of(tmp_path), 1)
+    gc.collect()
+    files = manager_of(tmp_path)._root.files
+    old, new = (tmp_path / f"newest.{digit * 12}.tmp" for digit in "ab")
+    old.touch()
+
+    def take(_: float) -> bool:
+        new.touch()  # by another manager of this process, which has a share at once
+        return True
+
+    monkeypatch.setattr(files.lock, "take", take)
+    files.hold(1.0)
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_two_managers_commit_at_once(tmp_path: Path) -> None:
     """Neither removes the other's pointer, half-way written."""
     failed: list[BaseException] = []

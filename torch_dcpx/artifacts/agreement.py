@@ -1,4 +1,4 @@
-"""What the ranks of an export agree on: the source's names, the artifact's tensors, their boxes."""
+"""Ranks of an export agree on the source's names, the artifact's tensors, their boxes."""
 
 from __future__ import annotations
 

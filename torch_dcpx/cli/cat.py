@@ -23,7 +23,7 @@ _ZIP = b"PK\x03\x04"  # how bytes of torch.save begin
 
 
 class _Value(NamedTuple):
-    """What one name means."""
+    """Holds what one name means."""
 
     name: str  # with its rows, if there are some
     value: Any

@@ -88,7 +88,7 @@ def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_
 
 
 class _Verified(NamedTuple):
-    """What `verify` says of one place."""
+    """Holds what `verify` says of one place."""
 
     code: int
     lines: list[str]

@@ -1,4 +1,4 @@
-"""What a monitor asks of a checkpoint: its step, when it was saved, by how many ranks, by whom."""
+"""Answers what a monitor asks: a checkpoint's step, when it was saved, by how many ranks, whom."""
 
 from __future__ import annotations
 

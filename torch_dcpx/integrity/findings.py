@@ -117,7 +117,7 @@ class VerifyReport:
 
     @property
     def proved(self) -> str:
-        """What was compared, and so is proved where there is no fault."""
+        """Says what was compared, and so is proved where there is no fault."""
         parts = []
         if self.checked_bytes:
             parts.append("bytes against recorded checksums")

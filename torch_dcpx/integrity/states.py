@@ -60,7 +60,7 @@ _MAX_S = 253402300799  # the last second of the year 9999
 
 
 class State(NamedTuple):
-    """What lies in a place."""
+    """Says what lies in a place."""
 
     kind: Kind
     text: str = ""  # all of it in words, but for a committed one

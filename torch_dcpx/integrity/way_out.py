@@ -1,4 +1,4 @@
-"""What can be done with what a save has left: a repair, or its removal."""
+"""Says what can be done with what a save has left: a repair, or its removal."""
 
 from __future__ import annotations
 

@@ -124,10 +124,18 @@ class DirectoryRoot:
 
         Raises: as `RootLock.take`.
         """
-        if self.lock.take(timeout_s):
+        # Looked for before: once the lock is taken, another manager of this process may be writing.
+        left = [] if self.lock.is_held else self._left_pointers()
+        if self.lock.take(timeout_s) and left:
             with Directory(self.path) as directory:
-                for name in filter(is_pointer_temporary, directory.names()):
+                for name in filter(set(left).__contains__, directory.names()):
                     directory.unlink(name)
+
+    def _left_pointers(self) -> list[str]:
+        """Returns what holders of the root are writing, or have left; [] where nobody may look."""
+        with suppress(StorageError), Directory(self.path) as directory:
+            return list(filter(is_pointer_temporary, directory.names()))
+        return []
 
     def write(self, pointer: Pointer) -> None:
         """Replaces the pointer as a whole.

@@ -210,7 +210,7 @@ class Inspection(Shown):
 
     @property
     def state(self) -> DescribedState:
-        """What a `Described` says of it."""
+        """The state, as a `Described` has it."""
         return self.saves[0].state
 
     @property

@@ -75,7 +75,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True)
 class Listing(Shown):
-    """What `ls` has found.
+    """Holds what `ls` has found.
 
     Attributes:
         path: that was listed.

@@ -27,7 +27,7 @@ _ABSENT = object()  # stands where one side has nothing
 
 
 class Tolerance(NamedTuple):
-    """What may lie between two floats: |a - b| <= atol + rtol * |b|, as of `torch.isclose`."""
+    """Bounds the gap of two floats: |a - b| <= atol + rtol * |b|, as of `torch.isclose`."""
 
     rtol: float = 0.0
     atol: float = 0.0
