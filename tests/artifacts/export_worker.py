@@ -65,11 +65,11 @@ def main(path: Path) -> None:
     turned = {**whole, "l": left, "r": right, "rows": whole["rows"].T}
     del turned["columns"]
     for name, source in (("live", state), ("stored", path / "ckpt")):
-        dcpx.export(source, path / name, key_map=rules)
+        dcpx.export(source, path / name, key_map=rules, overwrite=True)
         assert_artifact(path / name, turned)
     failure_of_one_rank_is_raised_on_all(path, state, whole, turned)
     for source in (state, path / "ckpt"):
-        dcpx.export(source, path / "net.pt", format="torch")
+        dcpx.export(source, path / "net.pt", format="torch", overwrite=True)
         with zipfile.ZipFile(path / "net.pt") as archive:
             assert archive.testzip() is None  # checksums of all ranks' rows together
         loaded = torch.load(path / "net.pt", weights_only=True)
@@ -117,10 +117,10 @@ def failure_of_one_rank_is_raised_on_all(
             if dist.get_rank() == failing:
                 _C.arm_fault(0, errno.EIO, kind)
             with pytest.raises(dcpx.StorageError, match="Input/output error"):
-                dcpx.export(state, path / "live")
+                dcpx.export(state, path / "live", overwrite=True)
             _C.disarm_fault()
             dist.barrier()
             assert_artifact(path / "live", old)
     dist.barrier()
-    dcpx.export(state, path / "live")
+    dcpx.export(state, path / "live", overwrite=True)
     assert_artifact(path / "live", whole)
