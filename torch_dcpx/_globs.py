@@ -7,8 +7,14 @@ it is a glob (`fnmatch`), and case matters.
 from __future__ import annotations
 
 import fnmatch
+import glob
+import itertools
 import re
 from collections.abc import Collection, Iterable
+
+from torch_dcpx._text import counted
+
+_MAX_SHOWN = 10  # names in an error
 
 
 class Patterns:
@@ -43,10 +49,28 @@ def chosen_names(
     return list(filter(Patterns(patterns, names, *others), names))
 
 
-def unmatched(names: Collection[str], patterns: Iterable[str]) -> list[str]:
-    """Returns the patterns that mean none of the names."""
+def unmatched(
+    names: Collection[str], patterns: Iterable[str], *others: Collection[str]
+) -> list[str]:
+    """Returns the patterns that mean none of the names. Args: as `chosen_names`."""
     names = _searchable(names)
-    return [one for one in patterns if one not in names and not chosen_names(names, (one,))]
+    return [
+        one for one in patterns if one not in names and not chosen_names(names, (one,), *others)
+    ]
+
+
+def names_beneath(name: str, *names: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """Returns the first names that begin with `name` and a dot, and text on them, "" if none do."""
+    beneath = [one for one in itertools.chain(*names) if one.startswith(f"{name}.")]
+    shown = tuple(beneath[:_MAX_SHOWN])
+    if not shown:
+        return (), ""
+    more = f" and {len(beneath) - len(shown)} more" if len(beneath) > len(shown) else ""
+    some = ", ".join(map(repr, shown))
+    return shown, (
+        f"is no name of it, but the beginning of {counted(len(beneath), 'name')}: {some}{more}; "
+        f"{f'{glob.escape(name)}.*'!r} means all of them"
+    )
 
 
 def _searchable(names: Collection[str]) -> Collection[str]:

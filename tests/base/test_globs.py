@@ -126,3 +126,15 @@ def test_a_manager_lets_the_name_alone_be_missing(tmp_path: Path) -> None:
         more = {**state, "w0": torch.zeros(2)}
         with pytest.raises(dcpx.MismatchError):
             manager.resume(state=more, allow_missing=["state.w[0]"])
+
+
+def test_object_s_name_is_no_glob_of_tensors(tmp_path: Path) -> None:
+    state = {"o[0]": 1, "opt": {"lr": 0.1, "eps": 1.0}, "o0": torch.ones(2)}
+    dcpx.save(state, tmp_path / "ckpt")
+    with pytest.raises(dcpx.UnknownNameError, match=r"'o\[0\]' is an object"):
+        dcpx.load_tensors(tmp_path / "ckpt", ["o[0]"])
+    with pytest.raises(dcpx.UnknownNameError, match="means 1 object"):
+        dcpx.stats(tmp_path / "ckpt", "o[0]")
+    assert list(dcpx.load_tensors(tmp_path / "ckpt", "o[01]")) == ["o0"]
+    with pytest.raises(dcpx.PlanError, match=r"the beginning of 2 names: 'opt.lr', 'opt.eps'"):
+        dcpx.export(tmp_path / "ckpt", tmp_path / "out", keys=["opt"])

@@ -48,7 +48,6 @@ RANKS = [
         (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
         (["adapter_model.safetensors", "training_args.bin"], "adapter_model.safetensors"),
         (RANKS, PARTS_NAME),
-        ([INDEX, *SHARDS, *RANKS], INDEX),
         (["pytorch_model.bin", "training_args.bin"], "pytorch_model.bin"),
         (["adapter_model.bin", "optimizer.bin"], "adapter_model.bin"),
         (["pytorch_model.bin.index.json", *BINS], "pytorch_model.bin.index.json"),
@@ -73,6 +72,7 @@ def test_folder_means_the_file_that_hugging_face_s_loaders_take(
         (["model.fp16.safetensors", "model.bf16.safetensors"], "name one, such as"),
         (["model.fp16.safetensors.index.json", *FP16, "x.safetensors"], "name one, such as"),
         (["x.metadata", "training_args.bin"], "no committed checkpoint"),
+        ([INDEX, *SHARDS, *RANKS], f"holds '{INDEX}' and 2 files of ranks"),
     ],
 )
 def test_folder_that_means_nothing_or_several_says_what_it_holds(

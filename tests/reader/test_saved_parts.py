@@ -20,11 +20,13 @@ WHOLE = torch.arange(24.0).reshape(8, 3)
 Part = tuple[torch.Tensor, list[int]]
 
 
-def write_part(folder: Path, rank: int, parts: dict[str, Part], model: int = 1) -> Path:
+def write_part(
+    folder: Path, rank: int, parts: dict[str, Part], model: int = 1, models: int = 1
+) -> Path:
     """Writes a file as torch's writer does."""
     note = {name: {"saved_offsets": at} for name, (_, at) in parts.items()}
     notes = {"DCP_SHARDING_INFO": json.dumps(note), "DCP_VERSION": "1.0", "format": "pt"}
-    path = folder / f"shard-{rank:05}-model-{model:05}-of-00002.safetensors"
+    path = folder / f"shard-{rank:05}-model-{model:05}-of-{models:05}.safetensors"
     st.save_file({name: one.contiguous() for name, (one, _) in parts.items()}, path, notes)
     return path
 
@@ -39,6 +41,17 @@ def write_rows(folder: Path, ends: list[int]) -> list[Path]:
             parts["r"] = torch.ones(5), [0]
         files.append(write_part(folder, rank, parts))
     return files
+
+
+CALLS: dict[str, Callable[[Path], Any]] = {
+    "load_tensors": dcpx.load_tensors,
+    "open_checkpoint": dcpx.open_checkpoint,
+    "export": lambda path: dcpx.export(path, path.with_name("out"), no_dist=True),
+    "verify": dcpx.verify,
+    "load_pretrained": lambda path: dcpx.load_pretrained(
+        nn.ParameterDict({"w": nn.Parameter(torch.zeros(4, 3))}), path, no_dist=True
+    ),
+}
 
 
 def test_parts_of_all_ranks_are_the_whole_tensor_at_every_door(
@@ -63,23 +76,85 @@ def test_parts_of_all_ranks_are_the_whole_tensor_at_every_door(
 
 
 def test_parts_are_cut_in_any_dimension_and_over_several_files_of_a_rank(tmp_path: Path) -> None:
-    write_part(tmp_path, 1, {"w": (WHOLE[:, :2], [0, 0])})
-    write_part(tmp_path, 2, {"w": (WHOLE[:5, 2:], [0, 2])})
-    write_part(tmp_path, 2, {"x": (torch.ones(2), [0])}, model=2)
-    write_part(tmp_path, 3, {"w": (WHOLE[5:, 2:], [5, 2]), "x": (WHOLE[0, :0], [2])})
+    for rank, begin in enumerate((0, 1, 2), 1):
+        write_part(tmp_path, rank, {"x": (torch.ones(1), [begin])}, 2, 2)
+    write_part(tmp_path, 1, {"w": (WHOLE[:, :2], [0, 0])}, models=2)
+    write_part(tmp_path, 2, {"w": (WHOLE[:5, 2:], [0, 2]), "y": (WHOLE[0], [0])}, models=2)
+    write_part(tmp_path, 3, {"w": (WHOLE[5:, 2:], [5, 2]), "y": (WHOLE[0, :0], [3])}, models=2)
     found = dcpx.load_tensors(tmp_path)
-    assert torch.equal(found["w"], WHOLE) and torch.equal(found["x"], torch.ones(2))
+    assert torch.equal(found["w"], WHOLE) and torch.equal(found["x"], torch.ones(3))
+    assert torch.equal(found["y"], WHOLE[0])
 
 
-CALLS: dict[str, Callable[[Path], Any]] = {
-    "load_tensors": dcpx.load_tensors,
-    "open_checkpoint": dcpx.open_checkpoint,
-    "export": lambda path: dcpx.export(path, path.with_name("out"), no_dist=True),
-    "verify": dcpx.verify,
-    "load_pretrained": lambda path: dcpx.load_pretrained(
-        nn.ParameterDict({"w": nn.Parameter(torch.zeros(4, 3))}), path, no_dist=True
-    ),
-}
+@pytest.mark.parametrize(
+    ("call", "lost"), [*((call, (3, 1)) for call in CALLS), ("load_tensors", (2, 2))]
+)
+def test_file_that_may_be_missing_is_named(
+    tmp_path: Path, call: str, lost: tuple[int, int]
+) -> None:
+    for rank, begin in enumerate((0, 3, 6), 1):
+        write_part(tmp_path, rank, {"w": (WHOLE[begin : begin + 3], [begin, 0])}, 1, 2)
+        write_part(tmp_path, rank, {f"own{rank}": (WHOLE, [0, 0])}, 2, 2)
+    name = f"shard-{lost[0]:05}-model-{lost[1]:05}-of-00002.safetensors"
+    (tmp_path / name).unlink()
+    with pytest.raises(dcpx.UnsupportedError, match=f"lacks '{name}'"):
+        CALLS[call](tmp_path)
+
+
+def test_files_of_a_rank_between_others_are_not_there(tmp_path: Path) -> None:
+    for rank in (1, 3):
+        write_part(tmp_path, rank, {f"own{rank}": (WHOLE, [0, 0])})
+    with pytest.raises(dcpx.UnsupportedError, match="lacks 'shard-00002-model"):
+        dcpx.load_tensors(tmp_path)
+
+
+def test_files_of_two_saves_by_other_mappings_are_damage(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        write_part(tmp_path, rank, {f"own{rank}": (WHOLE, [0, 0])})
+        write_part(tmp_path, rank, {f"old{rank}": (WHOLE, [0, 0])}, 2, 2)
+    with pytest.raises(dcpx.CorruptionError, match="several saves"):
+        dcpx.load_tensors(tmp_path)
+
+
+def test_whole_tensors_of_several_ranks_come_with_the_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in (1, 2):
+        write_part(tmp_path, rank, {f"own{rank}": (WHOLE, [0, 0])})
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        assert list(dcpx.load_tensors(tmp_path)) == ["own1", "own2"]
+    assert "2 ranks; no file says if there were more" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.safetensors", "index"])
+def test_parts_beside_whole_tensors_hide_in_no_folder(tmp_path: Path, name: str) -> None:
+    write_rows(tmp_path, [4, 8])
+    stale = {"w": torch.zeros(8, 3), "r": torch.zeros(5)}
+    if name == "index":
+        writer = dcp.HuggingFaceStorageWriter(path=str(tmp_path))
+        dcp.save(stale, storage_writer=writer, no_dist=True)
+        name = "model.safetensors.index.json"
+    else:
+        st.save_file(stale, tmp_path / name)
+    with pytest.raises(dcpx.NotCommittedError, match="files of ranks") as caught:
+        dcpx.load_tensors(tmp_path)
+    assert name in str(caught.value)
+    assert not dcpx.load_tensors(tmp_path / name)["w"].any()  # the way out
+
+
+def test_sharded_folder_is_as_its_consolidated_tensors_say(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sharded").mkdir()
+    st.save_file({"w": WHOLE, "r": torch.ones(5)}, tmp_path / "model-00001-of-00001.safetensors")
+    files = write_rows(tmp_path / "sharded", [3, 6, 8])
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        assert torch.equal(dcpx.load_tensors(tmp_path / "sharded")["w"], WHOLE)
+    assert not caplog.text
+    files[2].unlink()
+    with pytest.raises(dcpx.CorruptionError, match=r"'w'.*\[6, 3\].*\[8, 3\]"):
+        dcpx.load_tensors(tmp_path / "sharded")
+    assert [one.kind for one in dcpx.verify(tmp_path / "sharded").faults] == ["disagreement"]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -87,10 +162,12 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 def test_one_rank_s_file_is_refused_and_its_folder_named(
     tmp_path: Path, call: str, rank: int
 ) -> None:
-    file = write_rows(tmp_path, [4, 8])[rank]
+    files = write_rows(tmp_path, [4, 8])
+    file = files.pop(rank)
     with pytest.raises(dcpx.UnsupportedError, match="name the folder"):
         CALLS[call](file)
     file.rename(tmp_path / "model.safetensors")
+    files[0].unlink()
     with pytest.raises(dcpx.UnsupportedError, match="HuggingFaceStorageWriter"):
         CALLS[call](tmp_path)
 
@@ -151,7 +228,7 @@ def test_index_over_parts_is_refused(tmp_path: Path) -> None:
     index = {"weight_map": {"w": files[1].name, "r": files[0].name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(dcpx.UnsupportedError, match="what one rank had"):
-        dcpx.load_tensors(tmp_path)
+        dcpx.load_tensors(tmp_path / "model.safetensors.index.json")
 
 
 def test_what_torch_writes_whole_is_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -151,6 +152,53 @@ def test_objects_are_equal_only_with_equal_keys_orders_and_classes(
         is_equal = name in ("plain", "s", "nan")
         assert dcpx.diff(*paths).is_equal == is_equal, name
         assert dcpx.diff(*paths, quick=True).is_equal == is_equal, name
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_numpy_values_are_equal_by_value_and_within_tolerances(
+    tmp_path: Path, nested: bool
+) -> None:
+    rows = np.arange(6.0).reshape(2, 3)
+
+    def state(scale: float) -> dict[str, Any]:
+        found = {
+            "array": rows * scale,
+            "scalar": np.float32(scale),
+            "tensor": torch.ones(2) * scale,
+        }
+        return {name: (one,) for name, one in found.items()} if nested else found
+
+    a, b = sides(tmp_path, state(1.0), state(1.0001))
+    names = {"array", "scalar", "tensor"}
+    assert set(changes(dcpx.diff(a, b))) == names
+    report = dcpx.diff(a, b, rtol=1e-3)
+    assert (report.is_equal, report.within) == (True, 3)
+    transposed = {"array": np.asfortranarray(rows)}
+    assert dcpx.diff(*sides(tmp_path / "f", {"array": rows}, transposed)).is_equal
+    other = {"array": rows.astype("float32")}
+    assert not dcpx.diff(*sides(tmp_path / "g", {"array": rows}, other), rtol=1).is_equal
+
+
+def test_bytes_and_bytearray_look_unlike(tmp_path: Path) -> None:
+    (one,) = dcpx.diff(*sides(tmp_path, {"x": b"ab"}, {"x": bytearray(b"ab")})).differences
+    assert (one.a, one.b) == ("b'ab'", "bytearray(b'ab')")
+
+
+def test_what_has_no_checksums_is_said(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4)}
+    dcpx.export(state, tmp_path / "one")
+    dcpx.export(state, tmp_path / "two.pt")
+    said = "safetensors have no checksums: damage that both sides share does not show"
+    same = dcpx.diff(tmp_path / "one", tmp_path / "one")
+    assert same.head() == f"0 differences, 1 equal name; read 32 B of values; {said}"
+    assert said in dcpx.diff(tmp_path / "one", tmp_path / "two.pt").head()
+    assert said not in dcpx.diff(tmp_path / "two.pt", tmp_path / "two.pt").head()
+    (quick, archive) = (
+        dcpx.diff(path, path, quick=True).head() for path in (tmp_path / "one", tmp_path / "two.pt")
+    )
+    read = "0 differences, 1 equal name; read 32 B of values, for which no checksums are compared"
+    assert quick == f"{read}; {said}"
+    assert archive == f"{read}; `dcpx verify` proves the bytes"
 
 
 def damaged(directory: Path) -> None:

@@ -48,8 +48,8 @@ def test_nan_and_infinities_are_counted_and_left_out(tmp_path: Path) -> None:
     report = dcpx.stats(tmp_path)
     one, none, empty = report.tensors
     assert (one.nan, one.infinite, one.min, one.max, one.mean) == (1, 2, 1.0, 3.0, 2.0)
-    assert (none.min, none.mean, none.norm, none.nan) == (None, None, 0.0, 1)
-    assert (empty.elements, empty.max, empty.nan) == (0, None, 0)
+    assert (none.min, none.mean, none.norm, none.nan) == (None, None, None, 1)
+    assert (empty.elements, empty.max, empty.norm, empty.nan) == (0, None, None, 0)
     assert report.head() == "3 tensors, 6 elements: 2 NaN, 2 infinities"
     result = CliRunner().invoke(app, ["stats", str(tmp_path), "-k", "w", "--json"])
     (row,) = json.loads(result.stdout)["tensors"]
@@ -94,3 +94,16 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(dcpx.CorruptionError):
         dcpx.stats(tmp_path)
     assert CliRunner().invoke(app, ["stats", str(tmp_path)]).exit_code == 1
+
+
+def test_objects_are_said_to_have_no_numbers(tmp_path: Path) -> None:
+    save({"w": torch.ones(2), "opt": {"lr": 0.1, "eps": 1e-8}}, tmp_path)
+    for key in ("opt.lr", "opt.*"):
+        with pytest.raises(dcpx.UnknownNameError, match=r"means \d objects?, .*: no numbers"):
+            dcpx.stats(tmp_path, key)
+    for view in (dcpx.stats, dcpx.inspect):
+        with pytest.raises(
+            dcpx.UnknownNameError, match=r"beginning of 2 names: 'opt.lr', 'opt.eps'"
+        ):
+            view(tmp_path, "opt")
+    assert [one.name for one in dcpx.stats(tmp_path, ["w", "*"]).tensors] == ["w"]

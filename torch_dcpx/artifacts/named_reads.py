@@ -83,6 +83,11 @@ class NamedReads:
         """Whether torch-dcpx wrote it: reads check its bytes."""
         return self._reader.is_of_ours
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether its bytes have checksums, whoever compares them: safetensors have none."""
+        return self._reader.has_checksums
+
     def close(self) -> None:
         """Lets managers delete the checkpoint; safe to call twice."""
         self._hold.release()

@@ -5,7 +5,6 @@ Each process opens and reads for itself; no rank waits for another one.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from torch_dcpx._arguments import check_options, checked_int
-from torch_dcpx._globs import chosen_names, unmatched
+from torch_dcpx._globs import chosen_names, names_beneath, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.checkpoint.load_checks import NearNames
@@ -180,6 +179,11 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         """Whether torch-dcpx wrote it: reads compare its bytes with checksums."""
         return self._reads.is_of_ours
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether its bytes have checksums, whoever compares them: safetensors have none."""
+        return self._reads.has_checksums
+
     def load_objects(self, names: Sequence[str]) -> list[Any]:
         """Loads some of `objects` in one read, which is faster than one by one.
 
@@ -207,9 +211,9 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         globs = tuple(globs)
         if not all(isinstance(one, str) for one in globs):
             raise must_be("keys", keys, "None, a name or glob, or several of them")
-        for one in unmatched(self._reads.tensors, globs):
+        for one in unmatched(self._reads.tensors, globs, self.objects):
             raise self._unknown(one)
-        return chosen_names(self._reads.tensors, globs)
+        return chosen_names(self._reads.tensors, globs, self.objects)
 
     def check_claims(self) -> None:
         """Raises CorruptionError where the tensors claim far more bytes than the files hold, before
@@ -225,20 +229,11 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
 
     def _unknown(self, name: Any) -> UnknownNameError:
         """Returns the error of a name or glob that is no tensor's."""
-        nearest: tuple[str, ...] = ()
         tensors, objects = self._reads.tensors, self._reads.objects
-        beneath = [one for one in (*tensors, *objects) if one.startswith(f"{name}.")]
+        nearest, why = names_beneath(str(name), tensors, objects)
         if name in self.objects:
-            why = "is an object: open_checkpoint(path).objects has it"
-        elif beneath:
-            nearest = tuple(beneath[:_MAX_SHOWN])
-            more = f" and {len(beneath) - _MAX_SHOWN} more" if len(beneath) > _MAX_SHOWN else ""
-            way = f"{glob.escape(str(name))}.*"
-            why = (
-                f"is no name of it, but the beginning of {counted(len(beneath), 'name')}: "
-                f"{', '.join(map(repr, nearest))}{more}; {way!r} means all of them"
-            )
-        else:
+            nearest, why = (), "is an object: open_checkpoint(path).objects has it"
+        elif not why:
             if isinstance(name, str):
                 nearest = NearNames(tensors).nearest(name) or NearNames(objects).nearest(name)
             shown = nearest or tuple(tensors)[:_MAX_SHOWN]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torch_dcpx._compat import dtype_name, wanted_chunks, wanted_sizes
-from torch_dcpx._globs import chosen_names, unmatched
+from torch_dcpx._globs import chosen_names, names_beneath, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.layout import ExportTensor, file_view
 from torch_dcpx.artifacts.rows import ExportRows, Target, narrowed
@@ -70,6 +70,8 @@ def selected(
     if keys is None:
         return {name: one for name, one in entries.items() if name.startswith(part)}, part
     for glob in unmatched(entries, keys):
+        if why := names_beneath(glob, entries)[1]:
+            raise PlanError(f"keys: {glob!r} {why}")
         near = difflib.get_close_matches(glob, list(entries)[:1000], 3) or list(entries)[:3]
         raise PlanError(
             f"keys: nothing is named {glob!r} among {counted(len(entries), 'name')}, such as "

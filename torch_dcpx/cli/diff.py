@@ -42,7 +42,7 @@ def _drawn(report: DiffReport) -> dict[str, Any]:
     }
     for column in ("a", "b", "bytes_a", "bytes_b", "elements", "different", "max_abs", "rel"):
         columns[column] = [_plain(getattr(one, column)) for one in report.names]
-    facts = {name: getattr(report, name) for name in ("equal", "read_bytes", "is_quick")}
+    facts = {name: getattr(report, name) for name in ("equal", "read_bytes", "by_sums")}
     return {"a": printable(report.a), "b": printable(report.b), **facts, "items": columns}
 
 

@@ -107,6 +107,11 @@ class PretrainedReader(DcpxReader):
         return Generation(absolute_text(self.path), self._held.digest)
 
     @property
+    def has_checksums(self) -> bool:
+        """Whether what was read has checksums: safetensors have none."""
+        return not isinstance(self._held, Safetensors)
+
+    @property
     def objects(self) -> dict[str, Any]:
         """Returns what a file of torch.save holds besides tensors; of all else nothing."""
         return self._held.objects if isinstance(self._held, TorchFile) else {}

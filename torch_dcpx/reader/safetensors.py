@@ -7,6 +7,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
+    DcpxError,
     NotCommittedError,
     StorageError,
     UnsupportedError,
@@ -28,10 +30,12 @@ from torch_dcpx.reader.safetensors_header import (
 )
 from torch_dcpx.reader.saved_parts import (
     PARTS_NAME,
+    SHARDED_NAME,
     StoredTensor,
     assembled,
     is_part_name,
     refuse_parts,
+    sizes_of_parts,
 )
 from torch_dcpx.storage.names import (
     METADATA_NAME,
@@ -102,14 +106,19 @@ def file_among(path: Location, names: Sequence[str]) -> str | None:
     if any(map(is_metadata_name, names)):
         return None
     seen = [name for name in sorted(names) if not name.startswith(".")]  # macOS: ._x.safetensors
-    for name in _FIRST_NAMES:
-        if name in seen:
-            return name
     files = [name for name in seen if name.endswith(".safetensors")]
     indices = [name for name in seen if index_kind(name) == "safetensors"]
     shards = [name for name in files if (of := _OF_SEVERAL.fullmatch(name)) and int(of[1]) != 1]
     parts = list(filter(is_part_name, files))
     found = [*indices, *(name for name in files if name not in {*shards, *parts})]
+    found = [name for name in _FIRST_NAMES if name in seen][:1] or found
+    if parts and found:
+        message = (
+            f"'{path}' holds '{found[0]}' and {counted(len(parts), 'file')} of ranks, such as "
+            f"'{parts[0]}', which are of two saves: name '{path / found[0]}' for the one, and move "
+            "the files of ranks to a folder of their own for the other"
+        )
+        raise NotCommittedError(message, errno=errno.ENOENT, path=str(path))
     if len(found) == 1:
         return found[0]
     if not found and parts and len(parts) == len(files):
@@ -183,7 +192,7 @@ def tensors_of(
     Raises: CorruptionError: files do not hold what they should; UnsupportedError: they hold parts.
     """
     if name == PARTS_NAME:
-        return assembled(str(directory), held)
+        return assembled(str(directory), held, _consolidated_sizes(directory))
     if weight_map is None:
         refuse_parts(str(directory), name, held[name])
         return {fqn: (one,) for fqn, one in held[name].items()}
@@ -203,6 +212,18 @@ def tensors_of(
         own = {fqn: one for fqn, one in tensors.items() if one.file == file}
         refuse_parts(str(directory), file, own, is_of_index=True)
     return {fqn: (one,) for fqn, one in tensors.items()}
+
+
+def _consolidated_sizes(folder: Location) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of the tensors that torch has made of ranks' files in `sharded`."""
+    if folder.name != SHARDED_NAME:
+        return {}
+    with suppress(DcpxError):  # none, or none that can be read
+        found = find_files(folder.parent)
+        if found is not None and not found[1].endswith(TORCH_SUFFIXES):
+            tensors = read_safetensors(*found).tensors
+            return {fqn: sizes_of_parts(parts) for fqn, parts in tensors.items()}
+    return {}
 
 
 def unnamed_in(

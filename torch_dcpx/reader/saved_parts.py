@@ -2,8 +2,9 @@
 
 Each rank has files `shard-00002-model-00001-of-00001.safetensors`, whose headers say where in its
 tensor a part begins, but not how large the tensor is. So parts become tensors only where a folder
-has files of several ranks whose parts leave no hole. A part by itself is refused: nothing says that
-it is the whole.
+has each file of several ranks, and their parts leave no hole. A part by itself is refused: nothing
+says that it is the whole. If the last ranks lack all files, that shows only in a folder `sharded`
+beside what torch has made of it; elsewhere a warning says so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch_dcpx.tensors.tiling import box_text, untiled
 
 logger = logging.getLogger("torch_dcpx")
 
+SHARDED_NAME = "sharded"  # the folder of what torch has consolidated beside it
 PARTS_NAME = "shard-*-model-*.safetensors"  # means all of them in a folder
 _MAX_NAME = 160  # characters, in a message
-_PART = re.compile(r"shard-(\d{5,9})-model-\d{5,9}-of-\d{5,9}\.safetensors")
+_PART = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
 _WHOLE = re.compile(r"model-\d{5,9}-of-\d{5,9}\.safetensors")  # the same writer's, of one process
 _WAY_OUT = (
     "put the files of all ranks, by their own names, in a folder and name that; if one process "
@@ -81,19 +83,24 @@ def refuse_parts(
 
 
 def assembled(
-    folder: str, held: Mapping[str, Mapping[str, StoredTensor]]
+    folder: str,
+    held: Mapping[str, Mapping[str, StoredTensor]],
+    consolidated: Mapping[str, tuple[int, ...]],
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Returns the parts of each tensor, from the files of all ranks.
 
     Args:
         folder: path, for errors.
         held: tensors by file.
+        consolidated: sizes of the tensors that torch has made of the files, if it has.
 
     Raises:
-        UnsupportedError: the files are of one rank alone.
-        CorruptionError: parts leave a hole, overlap, or have several dtypes.
+        UnsupportedError: the files are of one rank alone, or one may be missing.
+        CorruptionError: parts leave a hole, overlap, or have several dtypes; they do not make what
+            torch has made of them, or are of several saves.
     """
-    ranks = sorted({int(found[1]) for found in map(_PART.fullmatch, held) if found})
+    numbers = {tuple(map(int, found.groups())) for found in map(_PART.fullmatch, held) if found}
+    ranks = sorted({rank for rank, _, _ in numbers})
     if len(ranks) == 1:
         raise UnsupportedError(
             f"'{folder}' holds files of one rank, '{next(iter(held))}', and nothing says that "
@@ -105,7 +112,19 @@ def assembled(
             parts.setdefault(name, []).append(one)
     found = {name: _without_empty(own) for name, own in parts.items()}
     _check(folder, found, ranks)
-    if any(len(own) > 1 for own in found.values()):
+    sizes = {name: sizes_of_parts(own) for name, own in found.items()}
+    for name, wanted in consolidated.items():
+        if sizes.get(name) != wanted:
+            raise CorruptionError(
+                f"'{_shown(name)}' in '{folder}' has sizes {list(sizes.get(name, ()))}, where the "
+                f"files that torch has made of these have {list(wanted)}: a file is missing, or "
+                "they are of several saves",
+                path=folder,
+                fqn=name,
+                touched=(),
+            )
+    if sizes.keys() != consolidated.keys():
+        _check_grid(folder, numbers)
         logger.warning(
             "'%s': assembled %s of the files of %s; no file says if there were more ranks",
             folder,
@@ -113,6 +132,37 @@ def assembled(
             counted(len(ranks), "rank"),
         )
     return found
+
+
+def _check_grid(folder: str, numbers: set[tuple[int, ...]]) -> None:
+    """Raises an error unless each rank has each file: a part at the beginning of a tensor looks
+    like the whole where the files of the other parts are missing.
+    """
+    most = {of for _, _, of in numbers}
+    if len(most) > 1:
+        raise CorruptionError(
+            f"'{folder}' holds files of ranks that are one of {min(most)}, and others that are one "
+            f"of {max(most)}: they are of several saves",
+            path=folder,
+            touched=(),
+        )
+    (of,) = most
+    ranks = max(rank for rank, _, _ in numbers)
+    lacking = ranks * of - len(numbers)
+    if not lacking:
+        return
+    names = (
+        f"shard-{rank:05}-model-{at:05}-of-{of:05}.safetensors"
+        for rank in range(1, ranks + 1)
+        for at in range(1, of + 1)
+        if (rank, at, of) not in numbers
+    )
+    more = f" and {counted(lacking - 1, 'other file')}" if lacking > 1 else ""
+    raise UnsupportedError(
+        f"'{folder}' lacks '{next(names)}'{more}: nothing says if it held a part of a tensor "
+        "(torch's HuggingFaceStorageWriter, not consolidated); bring it, or if that rank had "
+        "nothing for it, torch's HuggingFaceStorageReader takes what is there"
+    )
 
 
 def _without_empty(parts: Sequence[StoredTensor]) -> tuple[StoredTensor, ...]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from torch_dcpx._globs import chosen_names, unmatched
+from torch_dcpx._globs import chosen_names, names_beneath, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import UnknownNameError, must_be
@@ -29,9 +29,15 @@ def globs_of(keys: str | Iterable[str] | None) -> list[str] | None:
 
 
 def chosen(
-    names: Collection[str], keys: str | Iterable[str] | None, *paths: str | os.PathLike[str]
+    names: Collection[str],
+    keys: str | Iterable[str] | None,
+    *paths: str | os.PathLike[str],
+    objects: Collection[str] = (),
 ) -> list[str]:
     """Returns the names that keys mean, in their order; None means all.
+
+    Args:
+        objects: names that lie there, too, but have no numbers, which are wanted.
 
     Raises: UnknownNameError: a key means none of them, which lie at these paths. OptionError.
     """
@@ -40,13 +46,17 @@ def chosen(
         return list(names)
     where = " and ".join(f"'{path}'" for path in paths)
     path = os.fspath(paths[0])
-    for glob in unmatched(names, globs):
-        near = NearNames(names).nearest(glob)
-        some = near or list(names)[:_MAX_SHOWN]
-        shown = ", ".join(map(repr, some))
-        more = ", ..." if len(names) > len(some) else ""
-        count = counted(len(names), "item")
-        way = f"did you mean {shown}?" if near else f"of its {count}: {shown}{more}"
-        wrong = f"{where}: {glob!r} is no name there, nor a glob of some; {way}"
-        raise UnknownNameError(wrong, fqn=glob, path=path, nearest=tuple(near))
-    return chosen_names(names, globs)
+    for glob in unmatched(names, globs, objects):
+        near, why = names_beneath(glob, names, objects)
+        if meant := chosen_names(objects, (glob,), names):
+            why = f"means {counted(len(meant), 'object')}, such as {meant[0]!r}: no numbers"
+        elif not why:
+            near = NearNames(names).nearest(glob)
+            some = near or tuple(names)[:_MAX_SHOWN]
+            shown = ", ".join(map(repr, some))
+            more = ", ..." if len(names) > len(some) else ""
+            count = counted(len(names), "item")
+            way = f"did you mean {shown}?" if near else f"of its {count}: {shown}{more}"
+            why = f"is no name there, nor a glob of some; {way}"
+        raise UnknownNameError(f"{where}: {glob!r} {why}", fqn=glob, path=path, nearest=near)
+    return chosen_names(names, globs, objects)

@@ -76,6 +76,8 @@ class DiffReport(Shown):
         is_quick: recorded checksums were compared where both sides have them.
         read_bytes: of values, of both sides.
         within: equal names whose values differ, but within the tolerances.
+        by_sums: names told by recorded checksums.
+        has_checksums: whether both sides have some: safetensors have none.
     """
 
     a: str
@@ -86,6 +88,8 @@ class DiffReport(Shown):
     rtol: float = 0.0
     atol: float = 0.0
     within: int = 0
+    by_sums: int = 0
+    has_checksums: bool = True
 
     @property
     def differences(self) -> tuple[NameDiff, ...]:
@@ -107,11 +111,15 @@ class DiffReport(Shown):
         more = f" ({self.within} within the tolerances)" if self.within else ""
         found = f"{counted(len(self.names) - self.equal, 'difference')}, "
         found += f"{counted(self.equal, 'equal name')}{more}"
-        if not self.is_quick:
-            return f"{found}; read {human_bytes(self.read_bytes)} of values"
-        read = f"; read {human_bytes(self.read_bytes)} that these cannot tell"
-        proof = "by recorded checksums; `dcpx verify` proves the bytes"
-        return f"{found}, {proof}{read if self.read_bytes else ''}"
+        read = f"read {human_bytes(self.read_bytes)}"
+        proof = "; `dcpx verify` proves the bytes" if self.is_quick else ""
+        if not self.has_checksums:
+            proof = "; safetensors have no checksums: damage that both sides share does not show"
+        if not self.by_sums:
+            why = ", for which no checksums are compared" if self.is_quick else ""
+            return f"{found}; {read} of values{why}{proof}"
+        found = f"{found}, by recorded checksums{proof}"
+        return f"{found}; {read} that these cannot tell" if self.read_bytes else found
 
     def table(self) -> Table:
         """Returns a row for each name that differs."""
@@ -175,9 +183,10 @@ def diff(
         for path, side in ((a, one), (b, two)):
             if not (quick or side.is_of_ours):
                 check_foreign(path, wanted, options or ReadOptions())
-        names = run.compared(wanted, is_quick=quick)
-        paths = os.fspath(a), os.fspath(b)
-    return DiffReport(*paths, tuple(names), run.read_bytes, quick, *tolerance, run.within)
+        names = tuple(run.compared(wanted, is_quick=quick))
+        has_sums = one.has_checksums and two.has_checksums
+    facts = run.read_bytes, quick, *tolerance, run.within, run.by_sums, has_sums
+    return DiffReport(os.fspath(a), os.fspath(b), names, *facts)
 
 
 def _checked(name: str, value: Any) -> float:
@@ -204,6 +213,7 @@ class _Run:
         self._recorded = recorded
         self.read_bytes = 0
         self.within = 0
+        self.by_sums = 0
 
     def compared(self, names: Sequence[str], *, is_quick: bool) -> Iterator[NameDiff]:
         """Yields how each name differs, in the order of the names."""
@@ -239,6 +249,7 @@ class _Run:
         if name in one and one[name].dtype != two[name].dtype:
             return "dtype"
         same = self._told_by_sums(name)
+        self.by_sums += same is not None
         return None if same is None else EQUAL if same else "values"
 
     def _told_by_sums(self, name: str) -> bool | None:

@@ -23,6 +23,7 @@ _MOST_CHARS = 60
 _LEAVES_OF = frozenset(
     ("builtins", "datetime", "decimal", "fractions", "numpy", "pathlib", "torch", "uuid")
 )
+_KINDS_OF_BYTES = "biufcSU"  # of numpy: equal values of one shape and dtype have equal bytes
 _ABSENT = object()  # stands where one side has nothing
 
 
@@ -90,7 +91,7 @@ def short(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, (bytes, bytearray)):
         more = "..." if len(value) > _MOST_CHARS // 2 else ""
-        text = f"{bytes(value[: _MOST_CHARS // 2])!r}{more}"
+        text = f"{value[: _MOST_CHARS // 2]!r}{more}"
     else:
         try:
             text = _SHORT.repr(value)
@@ -188,8 +189,11 @@ def _are_equal(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if type(a) is complex:
         return tolerance.takes(a.real, b.real) and tolerance.takes(a.imag, b.imag)
     if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _are_close(a, b, tolerance)
+    if type(a).__module__ == "numpy" and getattr(a, "dtype", None) is not None:
         is_alike = a.dtype == b.dtype and a.shape == b.shape
-        return is_alike and torch.equal(_bytes_of(a), _bytes_of(b))
+        if not is_alike or a.dtype.kind in _KINDS_OF_BYTES:
+            return is_alike and bool(a.tobytes() == b.tobytes() or _are_near(a, b, tolerance))
     if type(a) in (set, frozenset):
         return set(map(_tagged, a)) == set(map(_tagged, b))
     if type(a) in (int, bool, str, bytes, type(None), _Order):
@@ -198,6 +202,24 @@ def _are_equal(a: Any, b: Any, tolerance: Tolerance) -> bool:
         return pickle.dumps(a) == pickle.dumps(b)
     except Exception:  # noqa: BLE001  (a class may raise anything; these two stay unlike)
         return False
+
+
+def _are_close(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
+    if torch.equal(_bytes_of(a), _bytes_of(b)):
+        return True
+    if not tolerance:
+        return False
+    one, two = (each.float() if each.dtype.itemsize == 1 else each for each in (a, b))
+    return bool(torch.isclose(one, two, *tolerance, equal_nan=True).all())
+
+
+def _are_near(a: Any, b: Any, tolerance: Tolerance) -> bool:
+    """Compares numbers of numpy within tolerances, as torch does; integers are no floats."""
+    if not tolerance or a.dtype.kind not in "fc":
+        return False
+    import numpy as np
+
+    return bool(np.isclose(a, b, *tolerance, equal_nan=True).all())
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

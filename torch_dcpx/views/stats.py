@@ -98,7 +98,7 @@ def stats(
         OptionError, NotCommittedError, StorageError, UnsupportedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, options, rank=rank) as checkpoint:
-        names = chosen(checkpoint, keys, checkpoint.path)
+        names = chosen(checkpoint, keys, checkpoint.path, objects=checkpoint.objects)
         if not checkpoint.is_of_ours:
             check_foreign(path, names, options or ReadOptions())
         return StatsReport(os.fspath(path), tuple(_tensors(checkpoint, names)))
@@ -120,7 +120,8 @@ def _tensors(checkpoint: OpenCheckpoint, names: Sequence[str]) -> Iterator[Tenso
             if isinstance(found, Exception):
                 yield TensorStats(name, *form, note=f"not read: {type(found).__name__}")
                 continue
-            numbers = found.low, found.high, found.mean, found.norm
+            norm = found.norm if found.finite else None
+            numbers = found.low, found.high, found.mean, norm
             yield TensorStats(name, *form, *numbers, found.nan, found.infinite)
 
 

@@ -65,7 +65,7 @@ function showDiff() {
   page.replaceChildren(
     el("h1", {}, "Difference of two checkpoints"),
     facts([["A", data.a], ["B", data.b], ["names that differ", countText(sum(counts.slice(0, EQUAL)))], ["equal names", countText(data.equal)],
-      ["values that were read", `${bytesText(data.read_bytes)}${data.is_quick ? "; the rest by recorded checksums" : ""}`]]),
+      ["values that were read", `${bytesText(data.read_bytes)}${data.by_sums ? "; the rest by recorded checksums" : ""}`]]),
     el("section", {}, el("h2", {}, "What changed"), table("What changed", ["from A to B", "#names", "#bytes"], summary),
       el("p", { class: "hint" }, "Bytes are those of tensors, the larger of both sides; an object counts none.")),
     el("section", {}, el("h2", {}, "Changes by module"),
