@@ -230,7 +230,7 @@ def _is_styled() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
 
 
-def put_result(result: Shown, limit: int) -> None:
+def put_result(result: Shown[Any], limit: int) -> None:
     """Prints the table of a result, its first `limit` rows (0: all), and its head below."""
     columns, rows = result.table()
     more = len(rows) - limit if 0 < limit < len(rows) else 0
