@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_type_hints
 
+import pytest
 import torch
 from support.saves import save
 
@@ -69,3 +71,11 @@ def test_results_are_short_to_an_interpreter_and_iterate_over_their_rows(tmp_pat
     assert list(inspection.saves[0]) == inspection.items and len(inspection.saves[0]) == 50
     assert list(difference) == list(difference.differences) and len(difference) == 11
     assert list(numbers) == list(numbers.tensors) and len(numbers) == 50
+
+
+@pytest.mark.parametrize("name", [n for n in dcpx.__all__ if isinstance(getattr(dcpx, n), type)])
+def test_no_property_has_a_literal_type_for_which_notebooks_complete_no_name(name: str) -> None:
+    members = vars(getattr(dcpx, name)).items()
+    getters = {key: one.fget for key, one in members if isinstance(one, property)}
+    hints = {key: str(get_type_hints(getter).get("return")) for key, getter in getters.items()}
+    assert [key for key, hint in hints.items() if "Literal" in hint] == []  # jedi 0.20 fails

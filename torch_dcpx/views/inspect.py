@@ -211,7 +211,7 @@ class Inspection(Shown[Item]):
         """Whether retention leaves it alone."""
         return self.saves[0].pinned
 
-    @property
+    @cached_property  # of a property of this type notebooks complete no name
     def state(self) -> DescribedState:
         """The state, as a `Described` has it."""
         return self.saves[0].state
@@ -269,11 +269,16 @@ class Inspection(Shown[Item]):
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Inspection:
     """Looks at the metadata of a checkpoint of torch-dcpx or of stock DCP, or at an export.
 
-    Reads no tensor and executes nothing. `print` shows it, and so does a notebook.
+        print(dcpx.inspect("ckpt/step-100", "model.*"))
+
+    Reads no tensor and executes nothing.
 
     Args:
         path: of a directory, a URL of a store, or what `export` wrote.
         keys: names, or globs (`fnmatch`, case matters) of names: one, or several. None: all.
+
+    Returns:
+        An `Inspection`: `found.items`, `found.parameters`, `found.dtypes`, `found.faults`.
 
     Raises:
         UnknownNameError: a name is not stored, and a glob matches nothing.
