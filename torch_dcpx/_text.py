@@ -99,17 +99,17 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     runs on, uncut as all others.
     """
     shown = [[name.lstrip("#") for name in columns], *rows]
-    widths = [max(map(_cells, column)) for column in zip(*shown, strict=True)]
+    widths = [max(map(cells, column)) for column in zip(*shown, strict=True)]
     numbers = [name.startswith("#") for name in columns]
 
     def filled(text: str, width: int, is_number: bool) -> str:
-        blank = " " * (width - _cells(text))
+        blank = " " * (width - cells(text))
         return blank + text if is_number else text + blank
 
     return ["  ".join(map(filled, row, widths, numbers)).rstrip() for row in shown]
 
 
-def _cells(text: str) -> int:
+def cells(text: str) -> int:
     """Returns how many columns of a terminal a text takes."""
     if text.isascii():
         return len(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -21,13 +22,35 @@ from torch_dcpx.cli.help import Command
 ROOT = Path(torch_dcpx.__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["", *app.commands])
-def test_help_at_80_columns_cuts_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["", *app.commands])
+def text(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """The help of a command, as at a terminal of 80 columns: CliRunner has a width of its own."""
     monkeypatch.setenv("COLUMNS", "80")
-    text = CliRunner().invoke(app, [*filter(None, [name]), "--help"], prog_name="dcpx").stdout
+    args = [*filter(None, [request.param]), "--help"]
+    app.main(args, prog_name="dcpx", standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_help_at_80_columns_cuts_nothing(text: str) -> None:
     assert max(map(len, text.splitlines())) <= 80
     cut = text.replace("PATH...", "").replace("[ARGS]...", "").replace("COMMAND...", "")
     assert "..." not in cut.replace("NAME[ROWS]...", "")
+
+
+def test_help_at_80_columns_breaks_no_option_and_no_example(text: str) -> None:
+    assert not re.search(r"\w-$", text, re.MULTILINE), text
+    quoted = re.findall(r"(?<!\w)'[^']+'", " ".join(text.split()))
+    assert [each for each in quoted if each not in text] == []
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff", "stats"])
+def test_limit_is_no_negative_number(command: str) -> None:
+    result = CliRunner().invoke(app, [command, ".", ".", "--limit", "-1"], prog_name="dcpx")
+    assert result.exit_code == 2 and "'--limit': -1 is not in the range x>=0" in result.stderr
 
 
 def test_groups_hold_each_command_once() -> None:

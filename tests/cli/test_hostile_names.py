@@ -63,6 +63,20 @@ def test_progress_takes_no_name_for_markup(monkeypatch: pytest.MonkeyPatch) -> N
     assert r"verify [bold]x\x1b[5m" in shown.getvalue()
 
 
+def test_progress_of_a_long_name_is_one_line_in_which_no_number_is_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr(cli_output, "Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with cli_output.showing_progress(f"verify {'step-of-the-year' * 6}", is_shown=True) as tell:
+        assert tell is not None
+        tell(10**9, 2 * 10**9)
+    assert "verify" in shown.getvalue() and "1.0/2.0 GB" in shown.getvalue()
+    assert "step-of" not in shown.getvalue() and "…" not in shown.getvalue()
+
+
 def test_file_outside_the_directory_is_none_of_its(tmp_path: Path) -> None:
     (tmp_path / "outside").write_bytes(bytes(100))
     for number, name in enumerate((str(tmp_path / "outside"), "../outside", "sub/../../outside")):

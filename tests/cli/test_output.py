@@ -112,11 +112,13 @@ class _Terminal(io.StringIO):
         return True
 
 
-def table(monkeypatch: pytest.MonkeyPatch, width: int, *, is_tty: bool = True) -> list[str]:
+def table(
+    monkeypatch: pytest.MonkeyPatch, width: int, *, name: str = LONG, is_tty: bool = True
+) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(width))
     shown = _Terminal() if is_tty else io.StringIO()
     monkeypatch.setattr(sys, "stdout", shown)
-    rows = [("float32", 10**number, LONG.format(number)) for number in (1, 12)]
+    rows = [("float32", 10**number, name.format(number)) for number in (1, 12)]
     output.put_table(["dtype", "#bytes", "name"], rows)
     return shown.getvalue().splitlines()
 
@@ -133,6 +135,22 @@ def test_names_come_last_and_a_shared_begin_once_where_the_terminal_is_narrow(
     assert len(table(monkeypatch, 20)) == 4, "no row is folded or cut"
     assert table(monkeypatch, 200)[1:] == table(monkeypatch, 20, is_tty=False)[1:]
     assert LONG.format(12) in table(monkeypatch, 200)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "begin"),
+    [
+        ("解码器.层.{}.自注意力.投影.权重的名字", "解码器.层."),  # 64 columns wide
+        ("run-of-2026.1/of-all-the-gpus/step-{}.5", "run-of-2026.1/of-all-the-gpus/"),
+    ],
+)
+def test_a_shared_begin_is_of_folders_or_modules_and_counts_wide_letters(
+    name: str, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = table(monkeypatch, 56, name=name)
+    assert shown[0] == f"all names begin with {begin}"
+    assert shown[3].endswith(f"  {name.format(12)[len(begin) :]}")
 
 
 @pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", "JPY_PARENT_PID", "CI"])

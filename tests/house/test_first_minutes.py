@@ -13,6 +13,7 @@ import pytest
 from support.bare_venv import environment_of, make_bare_venv
 from support.machine import seconds
 from support.pages import RUNNER, blocks_of, write_steps
+from support.printed import unprinted
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -39,11 +40,12 @@ def run(command: str, commands: Path, folder: Path) -> str:
         ["bash", "-ec", command],
         cwd=folder,
         env={**environment_of(commands), "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=seconds(900),
     )
-    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, f"{command}\n{result.stdout}"
     return result.stdout
 
 
@@ -55,8 +57,12 @@ def test_the_readme_runs_from_top_to_bottom_as_it_is_printed(tmp_path: Path) -> 
     folder.mkdir()
     steps = write_steps(blocks_of(README, "README.md"), tmp_path / "steps.json")
     printed = run(f"python {RUNNER} {steps}", commands, folder)
-    assert re.search(r"^step-100 +whole", printed, re.MULTILINE), printed
+    assert re.search(r"^committed +100 .* step-100$", printed, re.MULTILINE), printed
     assert re.search(r"^fine +C\+\+ extension", printed, re.MULTILINE), printed
+    said = re.findall(r"^torchrun .*train\.py  # (.+)$", README, re.MULTILINE)
+    assert len(said) == 2
+    shown = "```text\n{}\n{}\n```\n".format(*said)
+    assert unprinted(blocks_of(shown, "README.md"), printed) == [], printed
 
 
 def test_the_readme_is_short_and_names_every_requirement() -> None:

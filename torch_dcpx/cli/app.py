@@ -78,7 +78,9 @@ _KEYS = click.option(
     multiple=True,
     help="only this name, or names that this glob fits (any of several)",
 )
-_LIMIT = click.option("--limit", default=100, show_default=True, help="rows of the table; 0: all")
+_LIMIT = click.option(
+    "--limit", type=click.IntRange(0), default=100, show_default=True, help="rows shown; 0: all"
+)
 _HTML = click.option(
     "--html",
     "html",
@@ -103,8 +105,7 @@ def _page(html: Path | None, *, is_replacing: bool) -> Any:
 def _look(*paths: Location, takes_files: bool = False) -> None:
     """Raises StorageError where a path is not what a command takes: before torch is imported.
 
-    Args:
-        takes_files: whether it takes the files of an export.
+    `takes_files`: it takes the files of an export.
     """
     from torch_dcpx.cli.looks import look
 
@@ -204,10 +205,10 @@ def verify(paths: tuple[Location, ...], workers: int | None, as_json: bool) -> i
 @_RANK
 @command
 def cat(path: Location, names: tuple[str, ...], full: bool, rank: int | None, as_json: bool) -> int:
-    """Print values: 'model.weight', 'model.weight[3:7]', 'model.weight[0, ::2]', '*.bias', 'step'.
+    """Print values of tensors, of some of their rows, and of objects.
 
-    PATH is a checkpoint, or what `export` wrote. A NAME is one that is stored, else a glob. Reads
-    the blocks that hold these rows, and executes nothing.
+    PATH is a checkpoint, or what `export` wrote. A NAME is stored, else a glob: 'step', '*.bias',
+    'model.weight[3:7]', 'model.weight[0, ::2]'. Reads the blocks of these rows, executes nothing.
     """
     _look(path, takes_files=True)
     from torch_dcpx.cli.cat import run_cat
@@ -326,7 +327,7 @@ def repair(path: Location, files: tuple[str, ...], as_json: bool, **flags: bool 
     """Make a lost or damaged .metadata anew from the data files. Never over a good one.
 
     Exits with 1, and writes nothing, if they do not prove what the metadata held. If they do with
-    assumptions, --dry-run lists them, and --accept-assumptions takes them.
+    assumptions, --dry-run lists and --accept-assumptions takes them.
     """
     _look(path)
     from torch_dcpx.cli.listing import run_repair

@@ -32,7 +32,7 @@ import click
 from rich import progress
 from rich.console import Console
 
-from torch_dcpx._text import aligned, counted, printable
+from torch_dcpx._text import aligned, cells, counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
@@ -47,6 +47,7 @@ from torch_dcpx.views.tables import Shown
 FINE, UNSOUND, CANNOT, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 _Args = ParamSpec("_Args")
+_PROGRESS_WIDTH = 50  # columns: bar, bytes, rate, time
 _SHARD = re.compile(r"-\d{5,9}-of-\d{5,9}(\.[\w-]+)?\.safetensors$")
 _OF_CHECKPOINT = (CorruptionError, ShortReadError)
 
@@ -208,8 +209,8 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     shown = [[printable(each) for each in row] for row in rows]
     head, *lines = aligned(columns, shown)
     if sys.stdout.isatty():
-        if max(map(len, lines), default=0) > shutil.get_terminal_size().columns:
-            begin = _common_modules([row[-1] for row in shown]) if columns[-1] == "name" else ""
+        if max(map(cells, lines), default=0) > shutil.get_terminal_size().columns:
+            begin = _common_begin([row[-1] for row in shown]) if columns[-1] == "name" else ""
             if begin:
                 put_lines([f"all names begin with {begin}"])
                 rest = [[*row[:-1], row[-1][len(begin) :]] for row in shown]
@@ -218,19 +219,19 @@ def put_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     sys.stdout.writelines(f"{line}\n" for line in (head, *lines))
 
 
-def _common_modules(names: Sequence[str]) -> str:
-    """Returns the modules, dots included, that all of several names begin with."""
+def _common_begin(names: Sequence[str]) -> str:
+    """Returns the folders, else the modules, that all of several names begin with; "" if none."""
     if len(names) < 2:
         return ""
-    begin, dot, _ = os.path.commonprefix(names).rpartition(".")  # noqa: RUF071 - of texts
-    return begin + dot
+    begin = os.path.commonprefix(names)  # noqa: RUF071 - of texts
+    return begin[: 1 + begin.rfind("/" if "/" in begin else ".")]
 
 
 def _is_styled() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in (None, "", "dumb")
 
 
-def put_result(result: Shown, limit: int) -> None:
+def put_result(result: Shown[Any], limit: int) -> None:
     """Prints the table of a result, its first `limit` rows (0: all), and its head below."""
     columns, rows = result.table()
     more = len(rows) - limit if 0 < limit < len(rows) else 0
@@ -255,5 +256,8 @@ def showing_progress(what: str, *, is_shown: bool) -> Iterator[Callable[[int, in
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task(printable(what), total=None)
+        text = printable(what)
+        if cells(text) > console.width - _PROGRESS_WIDTH:
+            text = text.partition(" ")[0]  # a name would be folded, and bytes cut
+        task = shown.add_task(text, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)

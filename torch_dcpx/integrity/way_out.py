@@ -54,4 +54,4 @@ def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:
         if wrong and rest:
             repair(path, files=rest, dry_run=True)
             return True, f"{command('repair', path)} with --file for each of its files may mend it"
-    return False, f"no repair can help: {command('gc --delete', path)} removes them"
+    return False, f"no repair can help: {command('gc --delete', path)} removes what is left"

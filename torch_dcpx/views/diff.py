@@ -67,9 +67,9 @@ class NameDiff:
     bytes_b: int = 0
 
 
-@dataclass(frozen=True)
-class DiffReport(Shown):
-    """How checkpoint B differs from A.
+@dataclass(frozen=True, repr=False)
+class DiffReport(Shown[NameDiff]):
+    """How checkpoint B differs from A. Iterates over the differences.
 
     Attributes:
         names: all that were compared, A's in their order, then those of B alone.
@@ -105,6 +105,9 @@ class DiffReport(Shown):
     def is_equal(self) -> bool:
         """Whether no name differs."""
         return self.equal == len(self.names)
+
+    def each(self) -> Sequence[NameDiff]:
+        return self.differences
 
     def head(self) -> str:
         """Returns counts, and how values were compared."""

@@ -50,8 +50,8 @@ _MAX_DTYPES = 4  # in a head
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")  # first modules of names
 
 
-@dataclass(frozen=True)
-class Described(Shown):
+@dataclass(frozen=True, repr=False)
+class Described(Shown[Item]):
     """One `.metadata`, or one export, with its names and files.
 
     Attributes:
@@ -81,11 +81,11 @@ class Described(Shown):
     pinned: bool
     state: DescribedState
     save_id: str
-    fqns: Sequence[str] = field(repr=False)
+    fqns: Sequence[str]
     held: int
-    files: dict[str, FileSize] = field(repr=False)
+    files: dict[str, FileSize]
     writer: str
-    metadata: Metadata = field(repr=False, compare=False)
+    metadata: Metadata = field(compare=False)
     alone: Sequence[str] = ()
 
     @property
@@ -161,6 +161,9 @@ class Described(Shown):
             f"{counted(len(self.files), 'file')} of {human_bytes(self.nbytes)}"
         )
 
+    def each(self) -> Sequence[Item]:
+        return self.items
+
     def head(self) -> str:
         faults = "".join(f"; {fault}" for fault in self.faults)
         return f"{self.origin()}; {self.sums()}{faults}"
@@ -176,9 +179,9 @@ class Described(Shown):
         return {fqn: one for fqn, one in found if isinstance(one, TensorStorageMetadata)}
 
 
-@dataclass(frozen=True)
-class Inspection(Shown):
-    """A checkpoint or an export, as its metadata describe it.
+@dataclass(frozen=True, repr=False)
+class Inspection(Shown[Item]):
+    """A checkpoint or an export, as its metadata describe it. Iterates over the items.
 
     Attributes:
         path: as given.
@@ -208,7 +211,7 @@ class Inspection(Shown):
         """Whether retention leaves it alone."""
         return self.saves[0].pinned
 
-    @property
+    @cached_property  # of a property of this type notebooks complete no name
     def state(self) -> DescribedState:
         """The state, as a `Described` has it."""
         return self.saves[0].state
@@ -244,6 +247,9 @@ class Inspection(Shown):
         """The missing files, and those of wrong sizes."""
         return [fault for each in self.saves for fault in each.faults]
 
+    def each(self) -> Sequence[Item]:
+        return self.items
+
     def head(self) -> str:
         if len(self.saves) == 1:
             return self.saves[0].head()
@@ -263,11 +269,16 @@ class Inspection(Shown):
 def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = None) -> Inspection:
     """Looks at the metadata of a checkpoint of torch-dcpx or of stock DCP, or at an export.
 
-    Reads no tensor and executes nothing. `print` shows it, and so does a notebook.
+        print(dcpx.inspect("ckpt/step-100", "model.*"))
+
+    Reads no tensor and executes nothing.
 
     Args:
         path: of a directory, a URL of a store, or what `export` wrote.
         keys: names, or globs (`fnmatch`, case matters) of names: one, or several. None: all.
+
+    Returns:
+        An `Inspection`: `found.items`, `found.parameters`, `found.dtypes`, `found.faults`.
 
     Raises:
         UnknownNameError: a name is not stored, and a glob matches nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
@@ -73,9 +74,9 @@ class ListedCheckpoint:
         return max(0.0, time.time() - saved.timestamp())
 
 
-@dataclass(frozen=True)
-class Listing(Shown):
-    """Holds what `ls` has found.
+@dataclass(frozen=True, repr=False)
+class Listing(Shown[ListedCheckpoint]):
+    """Holds what `ls` has found. Iterates over the checkpoints.
 
     Attributes:
         path: that was listed.
@@ -95,6 +96,9 @@ class Listing(Shown):
             default=None,
         )
         return None if last is None else last[1]
+
+    def each(self) -> Sequence[ListedCheckpoint]:
+        return self.checkpoints
 
     def head(self) -> str:
         """Returns how many there are of each state."""
@@ -133,9 +137,6 @@ class Listing(Shown):
             for one in self.checkpoints
             if one.saving and one.state == "committed"
         ]
-
-    def __str__(self) -> str:
-        return "\n".join([super().__str__(), *self.notes[:20]])
 
 
 def ls(path: str | os.PathLike[str], *, with_all: bool = False) -> Listing:

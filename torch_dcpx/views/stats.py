@@ -37,12 +37,17 @@ class TensorStats:
     note: str = ""  # why it was not read
 
 
-@dataclass(frozen=True)
-class StatsReport(Shown):
-    """The numbers of a checkpoint's tensors, in the order in which they are stored."""
+@dataclass(frozen=True, repr=False)
+class StatsReport(Shown[TensorStats]):
+    """The numbers of a checkpoint's tensors, in the order in which they are stored. Iterates over
+    the tensors.
+    """
 
     path: str
     tensors: tuple[TensorStats, ...]
+
+    def each(self) -> Sequence[TensorStats]:
+        return self.tensors
 
     def head(self) -> str:
         """Returns counts of tensors, elements, NaN and infinities."""

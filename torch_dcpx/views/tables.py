@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_dcpx._text import aligned, counted, printable
 
-_MOST_ROWS = 20  # of a text; a notebook shows five times as many
+_MOST_ROWS = 20  # and notes, of a text; a notebook shows five times as many rows
+_Each = TypeVar("_Each")
 
 
 class Table(NamedTuple):
@@ -19,8 +20,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
 
 
-class Shown:
-    """Gives a result `__str__` and `_repr_html_`, from its head and its table."""
+class Shown(Generic[_Each]):
+    """Gives a result `__str__` and `_repr_html_`, from its head, its table and its notes.
+
+    Iterates over what its rows are of: `pandas.DataFrame` takes it.
+    """
 
     def head(self) -> str:
         """Returns the result in one line."""
@@ -30,6 +34,24 @@ class Shown:
         """Returns the rows, all of them."""
         raise NotImplementedError
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """The lines below the rows."""
+        return ()
+
+    def each(self) -> Sequence[_Each]:
+        """Returns what it iterates over."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[_Each]:
+        return iter(self.each())
+
+    def __len__(self) -> int:
+        return len(self.each())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {printable(self.head())}>"
+
     def __str__(self) -> str:
         found = self.table()
         lines = [printable(self.head())]
@@ -38,7 +60,7 @@ class Shown:
         left = len(found.rows) - _MOST_ROWS
         if left > 0:
             lines.append(f"and {counted(left, 'row')} more")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._some_notes()])
 
     def _repr_html_(self) -> str:
         found = self.table()
@@ -57,7 +79,14 @@ class Shown:
         more = f"<p>and {counted(left, 'row')} more</p>" if left > 0 else ""
         names = row_of("th", [name.lstrip("#") for name in found.columns])
         body = f"<table><thead>{names}</thead><tbody>{rows}</tbody></table>" if rows else ""
-        return f"<p>{escape(printable(self.head()))}</p>{body}{more}"
+        notes = "<br>".join(map(escape, self._some_notes()))
+        below = f"<p>{notes}</p>" if notes else ""
+        return f"<p>{escape(printable(self.head()))}</p>{body}{more}{below}"
+
+    def _some_notes(self) -> list[str]:
+        left = len(self.notes) - _MOST_ROWS
+        more = [f"and {counted(left, 'note')} more"] if left > 0 else []
+        return [*map(printable, self.notes[:_MOST_ROWS]), *more]
 
 
 def _texts(rows: Iterable[Sequence[Any]]) -> list[list[str]]:
