@@ -184,7 +184,7 @@ def test_files_beside_that_are_there_are_not_replaced_unasked(
     (tmp_path / "config.json").write_text("{}")
     object_server.put(f"{object_prefix}/out/config.json", b"the user's own")
     url = f"{object_prefix}/out"
-    with pytest.raises(dcpx.OptionError, match="out/config.json' is there"):
+    with pytest.raises(dcpx.OptionError, match=r"out/config\.json' is there"):
         dcpx.export(model_of(1), url, config=tmp_path, no_dist=True)
     assert names_at(object_server, url) == {"config.json"}
     object_server.put(f"{object_prefix}/out/config.json", b"{}")
