@@ -1,7 +1,7 @@
 """Mistyped keywords: a TypeError of a public call says which name was meant, or where it belongs.
 
-`torch_dcpx.__getattr__` wraps what it hands out, so that no call does it itself. A call that is
-right costs a frame. Names of other libraries are known. Imports no torch.
+`torch_dcpx.__getattr__` wraps what it hands out; adapters to frameworks wrap themselves. A call
+that is right costs a frame. Names of other libraries are known. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -75,44 +75,49 @@ _OTHERS: Mapping[str, str] = {
     "progress": "callback progress_callback show_progress",
     "metrics": "metric score",
     "fallback": "skip_damaged",
+    "trainable_only": "only_trainable trainable adapter_only lora_only save_trainable_only",
+    "merge_lora": "lora adapter adapter_path lora_path merge_adapter peft merge",
 }
 _OF_MANAGER = ("keep_last", "keep_every", "keep_best", "save_every", "save_every_s")
 _SENTENCES: Mapping[str, str] = {
     "async_save": "dcpx.async_save saves in the background",
     "device": "values go into the tensors of the state; load_tensors(device=) makes new ones",
     "overwrite": "storage_writer=DcpxWriter(path, overwrite=False) refuses a path that is taken",
+    "rules": "rules have no keyword: key_map=KeyMap((pattern, replacement), ...)",
     "weights_only": "no load executes what it reads; ReadOptions(safe_globals=) allows a class",
 }
 
 
 _T = TypeVar("_T")
+_PLAIN = ("torch_dcpx", "builtins", "typing", "collections", "abc")  # modules of ours, and of bases
+_MORE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def telling(value: _T, name: str = "") -> _T:
     """Returns a function that tells what was meant; changes a class so that its calls do."""
-    name = name or getattr(value, "__name__", "")
+    name = name or getattr(value, "__qualname__", "")
     if inspect.isfunction(value):
         return _wrapped(value, name)  # type: ignore[return-value]
     if inspect.isclass(value) and not issubclass(value, BaseException):
-        own = all(base.__module__.startswith(("torch_dcpx", *_PLAIN)) for base in value.__mro__)
         new = vars(value).get("__new__")
         if isinstance(new, staticmethod):  # of a named tuple
             value.__new__ = staticmethod(_wrapped(new.__func__, name))  # type: ignore[method-assign]
+        others = [base for base in value.__mro__[1:] if not base.__module__.startswith(_PLAIN)]
         for method, function in list(vars(value).items()):
-            # Those of a class of DCP are compared with DCP's.
-            is_public = method == "__init__" or (own and not method.startswith("_"))
-            if is_public and inspect.isfunction(function):
+            # What other libraries call by a name of theirs is compared with theirs.
+            is_public = not (method[0] == "_" or any(hasattr(base, method) for base in others))
+            if inspect.isfunction(function) and (is_public or method == "__init__"):
                 called = name if method == "__init__" else f"{name}.{method}"
                 setattr(value, method, _wrapped(function, called))
     return value
 
 
-_PLAIN = ("builtins", "typing", "collections", "abc")  # modules of bases without calls of their own
-
-
 def _wrapped(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    if getattr(function, "tells_keywords", False):
-        return function
+    code = function.__code__
+    takes_any = code.co_flags & inspect.CO_VARKEYWORDS
+    arguments = code.co_argcount + code.co_kwonlyargcount - ("." in name)  # without self
+    if getattr(function, "tells_keywords", False) or not (arguments > 0 or takes_any):
+        return function  # or has none that can be meant
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
@@ -120,23 +125,47 @@ def _wrapped(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             return function(*args, **given)
         except TypeError as error:
             if given:
-                _tell(error, function, name, given)
+                _tell(error, function, name, args, given)
             raise
 
     call.tells_keywords = True  # type: ignore[attr-defined]
     return call
 
 
-def _tell(error: TypeError, function: Callable[..., Any], name: str, given: Iterable[str]) -> None:
+def _tell(
+    error: TypeError, function: Callable[..., Any], name: str, args: Any, given: Iterable[str]
+) -> None:
     """Changes the text of an error if the call has no such keyword, and so has not begun."""
-    parameters = inspect.signature(function).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
+    parameters, takes_any = _parameters(function, args)
     unknown = [one for one in given if one not in parameters]
+    if takes_any:
+        unknown = [one for one in unknown if f"unexpected keyword argument {one!r}" in str(error)]
     if unknown:
         texts = [f"{word!r}{_hint(word, parameters)}" for word in unknown]
         nouns = "an unexpected keyword argument" if len(texts) == 1 else "unexpected keywords"
+        if name[0] == "_" and args:  # of a base that has no name outside
+            name = name.replace(name.partition(".")[0], type(args[0]).__name__)
         error.args = (f"{name}() got {nouns} {'; '.join(texts)}",)
+
+
+def _parameters(
+    function: Callable[..., Any], args: Sequence[Any]
+) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Returns what a call takes, an `__init__` with what bases do, and whether it takes any."""
+    calls = [function]
+    if function.__name__ == "__init__" and args:
+        inits = [vars(cls).get("__init__") for cls in type(args[0]).__mro__]
+        plain = [getattr(init, "__wrapped__", init) for init in inits]
+        calls = [init for init in plain[plain.index(function) :] if inspect.isfunction(init)]
+    found: dict[str, inspect.Parameter] = {}
+    for one in calls:
+        own = inspect.signature(one).parameters
+        kinds = {parameter.kind for parameter in own.values()}
+        found = {**own, **found}
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    return {name: one for name, one in found.items() if one.kind not in _MORE}, takes_any
 
 
 def _hint(word: str, parameters: Mapping[str, inspect.Parameter]) -> str:
@@ -158,7 +187,7 @@ def _hint(word: str, parameters: Mapping[str, inspect.Parameter]) -> str:
         return f"; did you mean {near[0]!r}?"
     if near := difflib.get_close_matches(word, list(fields), 1, 0.8):
         return f"; did you mean {fields[near[0]]}{near[0]}=...)?"
-    return f"; it takes {', '.join(taken) or 'none'}"
+    return f"; it takes {', '.join(taken)}"
 
 
 def _options_of(parameters: Mapping[str, inspect.Parameter]) -> Iterable[tuple[str, str]]:

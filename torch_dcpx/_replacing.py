@@ -23,6 +23,11 @@ _NO_REPLACE, _EXCHANGE = 1, 2  # of renameat2
 _HAS_NO_SUCH_RENAME = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
+def taken(path: object, option: str = "path") -> OptionError:
+    """Returns the error of a name that something has, and whose replacement nobody asked for."""
+    return OptionError(f"'{path}' is there; {HOW_TO_REPLACE}", option=option, value=str(path))
+
+
 class Replacing(NamedTuple):
     """Says what may be replaced."""
 
@@ -36,12 +41,10 @@ class Replacing(NamedTuple):
         if not os.path.lexists(path):
             return
         if not self.is_asked:
-            way = HOW_TO_REPLACE
-        elif not path.is_file() or not self.is_same(path):
+            raise taken(path, self.option)
+        if not path.is_file() or not self.is_same(path):
             way = f"name another file: it is no {self.kind}, and --overwrite replaces nothing else"
-        else:
-            return
-        raise OptionError(f"'{path}' is there; {way}", option=self.option, value=str(path))
+            raise OptionError(f"'{path}' is there; {way}", option=self.option, value=str(path))
 
     def move(self, old: Path, new: Path) -> None:
         """Renames to a name that nothing has, or of what may go. Raises: OptionError, OSError."""

@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], type[DcpxError],
     "DoRA": ({"use_dora": True}, factors("q", 4, 4), UnsupportedError, "use_dora"),
     "magnitude": ({}, {"q.lora_magnitude_vector": torch.ones(4)}, UnsupportedError, "magnitude"),
     "PiSSA": ({"init_lora_weights": "pissa"}, factors("q", 4, 4), UnsupportedError, "pissa"),
-    "another kind": ({"peft_type": "IA3"}, factors("q", 4, 4), UnsupportedError, "IA3"),
+    "another kind": ({"peft_type": "IA3", "r": None}, factors("q", 4, 4), UnsupportedError, "IA3"),
     "no rank": ({"r": None}, factors("q", 4, 4), OptionError, "no config of LoRA"),
     "whole weight": ({}, {"q.weight": torch.ones(3)}, PlanError, r"\[3\]"),
     "integers": ({}, factors("ids", 4, 4), UnsupportedError, "int64, 'ids.weight'"),
@@ -142,8 +142,32 @@ def test_module_in_memory_is_merged_by_peft(tmp_path: Path) -> None:
     path = adapter(tmp_path / "adapter", factors("q", 4, 4))
     with pytest.raises(OptionError, match="merge_and_unload"):
         dcpx.export({"q.weight": torch.ones(4, 4)}, tmp_path / "out", merge_lora=path)
-    with pytest.raises(OptionError, match="there is no 'adapter_config"):
-        dcpx.export(tmp_path / "x", tmp_path / "out", merge_lora=tmp_path)
+    module: Any = torch.nn.Linear(4, 4)
+    with pytest.raises(OptionError, match=r"export\(merge_lora.merge_and_unload\(\), path\)"):
+        dcpx.export(tmp_path / "x", tmp_path / "out", merge_lora=module)
+
+
+def test_other_places_of_an_adapter_work_or_name_the_one_that_does(tmp_path: Path) -> None:
+    base, out = {"q.weight": torch.ones(4, 4)}, tmp_path / "out"
+    dcpx.save(base, tmp_path / "base")
+    (tmp_path / "trained").mkdir()
+    path = adapter(tmp_path / "trained" / "mine", tensors := factors("q", 4, 4))
+    torch.save(st.load_file(path / NAME), path / "adapter_model.bin")  # as older ones are saved
+    for near in (tmp_path / "trained", path / NAME):
+        with pytest.raises(OptionError, match="there is no 'adapter_config") as raised:
+            dcpx.export(tmp_path / "base", out, merge_lora=near)
+        assert str(raised.value).endswith(f"; did you mean '{path}'?")
+    with pytest.raises(OptionError, match="nothing is there: `hf download`"):
+        dcpx.export(tmp_path / "base", out, merge_lora=tmp_path / "nowhere")
+    with pytest.raises(UnsupportedError, match="is a URL; copy it here"):
+        dcpx.export(tmp_path / "base", out, merge_lora="s3://bucket/adapter")
+    (path / NAME).unlink()
+    dcpx.export(tmp_path / "base", out, merge_lora=path)
+    expected = base["q.weight"] + product(tensors, "q") * (6 / 4)
+    assert torch.equal(dcpx.load_tensors(out)["q.weight"], expected)
+    (path / "adapter_model.bin").unlink()
+    with pytest.raises(OptionError, match=f"there is no '{NAME}'"):
+        dcpx.export(tmp_path / "base", out, merge_lora=path, overwrite=True)
 
 
 # ---- config= -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,35 @@ def test_nothing_of_a_model_is_a_mismatch_and_changes_nothing(
     assert "did you mean 'layers.0.q.weight'?" in text
     assert error.missing is not None and len(error.missing) == 56
     assert all(one.is_meta for one in model.parameters())
+
+
+@pytest.mark.parametrize("rules", [{}, {"strict": False}])
+@pytest.mark.parametrize("is_stored", [True, False], ids=["stored", "wanted"])
+def test_prefix_of_all_names_is_told_with_the_key_map_that_adds_or_takes_it(
+    tmp_path: Path, rules: dict[str, Any], is_stored: bool
+) -> None:
+    plain, within = nn.Sequential(nn.Linear(2, 2)), nn.ModuleDict()
+    within["a"] = nn.ModuleDict({"b": nn.Sequential(nn.Linear(2, 2))})
+    source, model = (within, plain) if is_stored else (plain, within)
+    st.save_file(source.state_dict(), path := tmp_path / "model.safetensors")
+    with pytest.raises(dcpx.MismatchError) as raised:
+        dcpx.load_pretrained(model, path, no_dist=True, **rules)
+    (written,) = re.findall(r"names lack 'a\.b\.': key_map=(KeyMap\(.*\))$", str(raised.value))
+    key_map = eval(written, {"KeyMap": dcpx.KeyMap})
+    assert dcpx.load_pretrained(model, path, no_dist=True, key_map=key_map, **rules).is_whole
+    for one, other in zip(model.parameters(), source.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_model_and_adapter_of_peft_are_told_apart(tmp_path: Path) -> None:
+    save_base(base := tmp_path / "base.safetensors")
+    with pytest.raises(dcpx.MismatchError, match="load the base first, get_peft_model wraps"):
+        dcpx.load_pretrained(wrapped(), base, no_dist=True)
+    found = {f"base_model.{n}": t for n, t in Net().state_dict().items() if "lora" in n}
+    st.save_file(found, adapter := tmp_path / "adapter_model.safetensors")
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q": nn.Linear(2, 2)})])})
+    with pytest.raises(dcpx.MismatchError, match=r"adapter of peft: PeftModel\.from_pretrained\("):
+        dcpx.load_pretrained(model, adapter, no_dist=True)
 
 
 def test_part_of_a_model_is_counted_first_and_the_rest_grouped(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ReadOptions, WriteOptions
+from torch_dcpx._keywords import telling
 
 CALLS = {
     name: value
@@ -21,8 +22,6 @@ CALLS = {
     if callable(value := getattr(dcpx, name))
     and not (isinstance(value, type) and issubclass(value, BaseException))
 }
-# Made by calls alone, or by nobody: what a class inherits is not its own.
-MADE = {"LazyTensor"}
 
 TYPOS: list[tuple[Any, str, str]] = [
     (CheckpointManager.save, "scheduler", "did you mean 'lr_scheduler'?"),
@@ -52,6 +51,7 @@ TYPOS: list[tuple[Any, str, str]] = [
     (dcpx.export, "checkpoint_id", "did you mean 'path'?"),
     (dcpx.export, "max_shard_size", "did you mean 'max_shard_bytes'?"),
     (dcpx.use, "options", "did you mean 'write_options'?"),
+    (dcpx.KeyMap, "rename", "rules have no keyword: key_map=KeyMap((pattern, replacement), ...)"),
     (WriteOptions, "thread_count", "did you mean 'workers'?"),
     (ReadOptions, "timeout", "did you mean 'load_timeout_s'?"),
     (dcpx.SaveReport.trace, "file", "did you mean 'path'?"),
@@ -70,17 +70,65 @@ def test_a_typo_is_told_what_was_meant(call: Any, word: str, hint: str) -> None:
     assert f"{word!r}; {hint}" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - MADE))
-def test_every_public_call_says_what_it_takes(name: str) -> None:
-    call = CALLS[name]
-    parameters = inspect.signature(call).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        pytest.skip("it takes any")
-    with pytest.raises(TypeError) as caught:
-        call(zzz=1)
-    taken = [one for one in parameters if one[0] != "_"]
-    assert str(caught.value).startswith(f"{name}() got an unexpected keyword argument 'zzz'; ")
-    assert all(one in str(caught.value) for one in taken)
+def doors() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields each public call and public method of ours, by its name."""
+    for name, call in CALLS.items():
+        yield name, call
+        if isinstance(call, type):
+            stock = [base for base in call.__mro__ if base.__module__.startswith("torch.")]
+            for method, function in vars(call).items():
+                is_ours = not any(hasattr(base, method) for base in stock)
+                if inspect.isfunction(function) and method[0] != "_" and is_ours:
+                    yield f"{name}.{method}", function
+
+
+def arguments(call: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found = [one.name for one in inspect.signature(call).parameters.values() if one.kind in kinds]
+    return [name for name in found if name != "self" and name[0] != "_"]
+
+
+@pytest.mark.parametrize("name", [name for name, call in doors() if arguments(call)])
+def test_every_public_call_says_what_was_meant_and_what_it_takes(name: str) -> None:
+    call = dict(doors())[name]
+    taken = arguments(call)
+    longest = max(taken, key=len)
+    meant = {"zzz": f"it takes {', '.join(taken)}", f"{longest}s": f"did you mean {longest!r}?"}
+    for word, hint in meant.items():
+        given: Any = {word: 1}
+        with pytest.raises(TypeError) as caught:
+            call(None, **given) if "." in name else call(**given)
+        start = f"{name}() got an unexpected keyword argument {word!r}; "
+        assert str(caught.value) == start + hint
+
+
+class Framework:
+    def __init__(self, total_limit: int = 0, **kwargs: Any) -> None:
+        check(**kwargs)
+
+    def save_state(self, folder: str = "") -> None: ...
+
+
+def check(*, cpu: bool = False) -> None: ...
+
+
+@telling
+class Adapter(Framework):
+    def __init__(self, *args: Any, trainable_only: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def wait_for_saves(self, timeout_s: float = 1.0) -> None: ...
+
+
+def test_an_adapter_knows_what_its_framework_takes() -> None:
+    assert Adapter(total_limit=3, cpu=True)
+    with pytest.raises(TypeError, match=r"^Adapter\(\) got .* did you mean 'trainable_only'\?$"):
+        Adapter(trainable=True)
+    with pytest.raises(TypeError, match=r"did you mean 'total_limit'\?$"):
+        Adapter(total_limits=True)
+    with pytest.raises(TypeError, match=r"^Adapter.wait_for_saves\(\) got .* mean 'timeout_s'\?$"):
+        Adapter().wait_for_saves(timeout=True)  # type: ignore[call-arg]
+    assert Adapter.save_state is Framework.save_state
 
 
 def test_several_typos_are_told_at_once(tmp_path: Path) -> None:

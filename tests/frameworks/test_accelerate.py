@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.adapter_cases import AdapterCases
 from support.folder_cases import PARTS, FolderCases, folders_in, options_of_bash
-from support.frameworks import ROOT, WITNESS, Framework, Run, check_page, check_seen
+from support.frameworks import ROOT, WITNESS, Framework, Run, check_page, check_seen, check_typos
 from support.resume_cases import ResumeCases, Trained, losses_after
 from support.states import assert_same
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -164,3 +164,12 @@ def test_limit_counts_only_what_is_ours(tmp_path: Path) -> None:
     framework = Framework("accelerate", tmp_path)
     worker = str(ROOT / "tests/frameworks/rotation_worker.py")
     framework.run([str(framework.bin / "python"), worker, "accelerate"], hook=False)
+
+
+def test_typo_is_told_what_was_meant(tmp_path: Path) -> None:
+    calls = {
+        "DcpxAccelerator(trainable=True)": "trainable_only",
+        "DcpxAccelerator(options=None)": "write_options",
+        "DcpxAccelerator(mixed_precison='no')": "mixed_precision",
+    }
+    check_typos("accelerate", tmp_path, calls)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.adapter_cases import AdapterCases
-from support.frameworks import ROOT, WITNESS, Framework, check_page, check_seen
+from support.frameworks import ROOT, WITNESS, Framework, check_page, check_seen, check_typos
 from support.resume_cases import ResumeCases, Trained, losses_after
 from support.states import assert_same
 
@@ -181,3 +181,14 @@ def test_plain_checkpoint_holds_its_state_and_failures_are_told(tmp_path: Path) 
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:
     check_page("lightning", tmp_path)
+
+
+def test_typo_is_told_what_was_meant(tmp_path: Path) -> None:
+    calls = {
+        "DcpxModelParallelStrategy(write_options=None)": "options",
+        "DcpxFSDPStrategy(write_options=None)": "options",
+        "DcpxFabricFSDPStrategy(write_options=None)": "options",
+        "DcpxFabricModelParallelStrategy(write_options=None)": "options",
+        "DcpxFSDPStrategy(async_mode=True)": "async_save",
+    }
+    check_typos("lightning", tmp_path, calls)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 from support.adapter_cases import AdapterCases
-from support.frameworks import ROOT, WITNESS, Framework, check_all_ours
+from support.frameworks import ROOT, WITNESS, Framework, check_all_ours, check_typos
 from support.resume_cases import Trained, losses_after
 
 _WORKER = str(ROOT / "tests" / "frameworks" / "megatron_worker.py")
@@ -135,3 +135,11 @@ def test_commands_of_the_page_run(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         check_all_ours(tmp_path / "run" / f"iter_{step}")
     assert losses_after(0, runs[1]) == losses_after(0, runs[2]) == losses_after(4, runs[0])
+
+
+def test_typo_is_told_what_was_meant(tmp_path: Path) -> None:
+    calls = {
+        "DcpxSaveStrategy(write_options=None)": "options",
+        "DcpxLoadStrategy(read_options=None)": "options",
+    }
+    check_typos("megatron", tmp_path, calls)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.adapter_cases import AdapterCases
-from support.frameworks import Framework, Run, check_all_ours, check_page, check_seen
+from support.frameworks import Framework, Run, check_all_ours, check_page, check_seen, check_typos
 from support.resume_cases import ResumeCases, Trained, losses_after
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -228,3 +228,11 @@ def test_folder_at_another_url_is_refused(framework: Framework, tmp_path: Path) 
 
 def test_commands_of_the_page_run(tmp_path: Path) -> None:
     check_page("torchtitan", tmp_path)
+
+
+def test_typo_is_told_what_was_meant(tmp_path: Path) -> None:
+    calls = {
+        "DcpxCheckpointManager.Config(keep_last=3)": "keep_latest_k",
+        "DcpxCheckpointManager(None, model=None)": "model_parts",
+    }
+    check_typos("torchtitan", tmp_path, calls)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.adapter_cases import AdapterCases
 from support.folder_cases import FolderCases, check_parts, folders_in, options_of_bash
-from support.frameworks import ROOT, WITNESS, Framework, check_page
+from support.frameworks import ROOT, WITNESS, Framework, check_page, check_typos
 from support.resume_cases import ResumeCases, Trained, losses_after
 
 
@@ -135,3 +135,11 @@ def test_limit_counts_only_what_is_ours(tmp_path: Path) -> None:
     framework = Framework("trainer", tmp_path)
     worker = str(ROOT / "tests/frameworks/rotation_worker.py")
     framework.run([str(framework.bin / "python"), worker, "trainer"], hook=False)
+
+
+def test_typo_is_told_what_was_meant(tmp_path: Path) -> None:
+    calls = {
+        "DcpxCallback(options=None)": "write_options",
+        "DcpxCallback(lora_only=True)": "trainable_only",
+    }
+    check_typos("trainer", tmp_path, calls)

@@ -7,11 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from object_exports import (
+    INDEX,
+    KINDS,
+    MEMORY_BYTES,
+    SINGLE,
+    assert_equal,
+    exported,
+    names_at,
+    tensors_of,
+)
 from object_managers import manager_of
 from safetensors.torch import load_file
 
 import torch_dcpx as dcpx
 from torch_dcpx import NotCommittedError, StorageError, WriteOptions
+from torch_dcpx.artifacts.writing import _Streams
+from torch_dcpx.storage.object_store import Bucket
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -130,3 +142,50 @@ def test_shards_replace_an_older_artifact_and_are_replaced(
         assert all(torch.equal(found[name], one) for name, one in model.state_dict().items())
     dcpx.export(model_of(4), f"{url}/model.safetensors", no_dist=True, overwrite=True)
     assert fetched(object_server, url, tmp_path / "4") == {"model.safetensors", "README.md"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_meanwhile_is_not_replaced_unasked(
+    object_prefix: str, object_server: ObjectServer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel, shard_bytes = KINDS[kind]
+    url, name = f"{object_prefix}/out", INDEX if kind == "shards" else SINGLE
+    others = b"another export's"
+    real = Bucket.put_if
+
+    def meanwhile(*args: Any) -> None:
+        object_server.put(f"{url}/{name}", others)
+        real(*args)
+
+    def pieces(*args: Any) -> Any:
+        object_server.put(f"{url}/{name}", others)
+        return filled(*args)
+
+    filled = _Streams._filled
+    options = WriteOptions(host_memory_bytes=MEMORY_BYTES)
+    given: Any = {"max_shard_bytes": shard_bytes, "options": options, "no_dist": True}
+    with monkeypatch.context() as patch:
+        if kind == "parts":
+            patch.setattr(_Streams, "_filled", pieces)
+        else:
+            patch.setattr(Bucket, "put_if", meanwhile)
+        with pytest.raises(dcpx.OptionError, match=f"{name}' is there; name another file"):
+            dcpx.export(tensors_of(1, numel), url, **given)
+    assert object_server.get(f"{url}/{name}") == others
+    assert names_at(object_server, url) == {name}
+    object_server.delete(f"{url}/{name}")
+    dcpx.export(tensors_of(1, numel), url, **given)
+    assert_equal(exported(object_server, url)[0], tensors_of(1, numel))
+
+
+def test_files_beside_that_are_there_are_not_replaced_unasked(
+    object_prefix: str, object_server: ObjectServer, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    object_server.put(f"{object_prefix}/out/config.json", b"the user's own")
+    url = f"{object_prefix}/out"
+    with pytest.raises(dcpx.OptionError, match=r"out/config\.json' is there"):
+        dcpx.export(model_of(1), url, config=tmp_path, no_dist=True)
+    assert names_at(object_server, url) == {"config.json"}
+    object_server.put(f"{object_prefix}/out/config.json", b"{}")
+    dcpx.export(model_of(1), url, config=tmp_path, no_dist=True)

@@ -192,3 +192,24 @@ def check_page(name: str, folder: Path) -> None:
     """Checks that the commands of a framework's page run, and that we write what they save."""
     runs = Framework(name, folder).run_page()
     assert sum((run.replaced for run in runs), Counter())["writer"] > 0
+
+
+_TYPOS = """
+import importlib, json, sys
+names, told = vars(importlib.import_module(sys.argv[1])), []
+for call in sys.argv[2:]:
+    try:
+        eval(call, names)
+    except TypeError as error:
+        told.append(str(error))
+print(json.dumps({"told": told}))
+"""
+
+
+def check_typos(name: str, folder: Path, calls: dict[str, str]) -> None:
+    """Checks that mistyped calls of the adapter of a framework say which keyword was meant."""
+    framework = Framework(name, folder)
+    python = [str(framework.bin / "python"), "-c", _TYPOS, f"torch_dcpx.integrations.{name}"]
+    told = framework.run([*python, *calls], hook=False).result["told"]
+    for call, text in zip(calls, told, strict=True):
+        assert f"did you mean {calls[call]!r}?" in text, (call, text)

@@ -186,6 +186,9 @@ def _directories(config: Any, merge_lora: Any) -> tuple[dict[str, bytes], Adapte
     beside, adapter = {}, None
     if config is not None:
         beside = companions_in(Path(checked_path(config, "copy it here", "config")))
+    if isinstance(merge_lora, nn.Module):
+        way = "; export(merge_lora.merge_and_unload(), path) is of a module in memory"
+        raise must_be("merge_lora", merge_lora, "an adapter's directory", way)
     if merge_lora is not None:
         adapter = Adapter(Path(checked_path(merge_lora, "copy it here", "merge_lora")))
     return beside, adapter

@@ -48,13 +48,17 @@ def companions_in(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def refuse_others(files: Mapping[str, bytes], directory: Location) -> None:
+def refuse_others(files: Mapping[str, bytes], directory: Location, endpoint: str | None) -> None:
     """Raises OptionError: a file of that name, with other content, lies where no export is yet."""
-    if isinstance(directory, ObjectUrl):
-        return
+    place = ObjectPlace(directory.at(endpoint)) if isinstance(directory, ObjectUrl) else None
+    there = set(place.names()) if place is not None and files else set()
     for name, content in files.items():
         path = directory / name
-        if path.exists() and (not path.is_file() or path.read_bytes() != content):
+        if isinstance(path, Path):
+            is_other = path.exists() and (not path.is_file() or path.read_bytes() != content)
+        else:
+            is_other = place is not None and name in there and place.read_small(name) != content
+        if is_other:
             raise OptionError(
                 f"'{path}' is there, and is not the one that config= names: remove it, or name "
                 "another place",

@@ -309,7 +309,7 @@ class _Export:
         self._files = files
         self._stack.callback(files.close)
         if not files.is_replacing:
-            refuse_others(arguments.companions, arguments.directory)
+            refuse_others(arguments.companions, arguments.directory, self._options.endpoint)
         if arguments.is_torch:
             objects = {name: one for part in reversed(parts) for name, one in part.objects.items()}
             layout, self._records = torch_layout(kept, objects, arguments.stem)
@@ -345,6 +345,7 @@ class _Export:
             rank=self._exchange.rank,
             ranks=self._exchange.world_size,
             is_torch=self._arguments.is_torch,
+            may_replace=self._arguments.overwrite,
         )
         self._done = done
         return done.crc_shares

@@ -1,7 +1,7 @@
 """Merges an adapter of PEFT into the weights of an export: W + scaling * (B A), as peft does.
 
 Each box of a weight gets its own part of the product when it is read, so that nobody holds a whole
-weight. The adapter is in memory: `adapter_model.safetensors`, with `adapter_config.json` beside it.
+weight. The adapter is in memory: `adapter_model.safetensors` or `.bin`, with its config beside it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch_dcpx.keys.wrappers import unwrapped
 from torch_dcpx.storage.directory import storage_errors
 
 CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # peft takes the first
 
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<side>[AB])(\.weight)?")
@@ -100,13 +100,15 @@ class Adapter:
         content = self._content(CONFIG_NAME)
         try:
             config = parsed_json(content)
+            self._config: dict[str, Any] = {**config}
+            self._check()
             self._r, self._alpha = int(config["r"]), config["lora_alpha"] * 1
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._refused(f"'{CONFIG_NAME}' is no config of LoRA: {error!r:.80}") from error
-        self._config: dict[str, Any] = config
-        self._check()
-        tensors = load_tensors(directory / WEIGHTS_NAME)
-        self.digest = hashlib.blake2b(content + self._content(WEIGHTS_NAME)).hexdigest()[:16]
+        there = (name for name in WEIGHTS_NAMES if (directory / name).is_file())
+        weights = next(there, WEIGHTS_NAMES[0])
+        self.digest = hashlib.blake2b(content + self._content(weights)).hexdigest()[:16]
+        tensors = load_tensors(directory / weights)
         self._values = {name.removeprefix(_PREFIX): one for name, one in tensors.items()}
 
     def changes(self, entries: Mapping[str, Entry], part: str) -> dict[str, list[Change]]:
@@ -195,9 +197,19 @@ class Adapter:
     def _content(self, name: str) -> bytes:
         path = self.directory / name
         if not path.is_file():
-            raise self._refused(f"there is no '{name}' in it")
+            raise self._refused(f"there is no '{name}' in it{self._way()}")
         with storage_errors("read", path, is_read=True):
             return path.read_bytes()
+
+    def _way(self) -> str:
+        """Returns which directory may be meant: peft makes one in it of an adapter with a name."""
+        own = self.directory
+        beneath = [path.parent for path in sorted(own.glob(f"*/{CONFIG_NAME}"))]
+        meant = beneath if own.is_dir() else [own.parent] * (own.parent / CONFIG_NAME).is_file()
+        if meant:
+            return "; did you mean " + ", ".join(f"'{path}'" for path in meant[:5]) + "?"
+        is_there = os.path.lexists(own)
+        return "" if is_there else "; nothing is there: `hf download` brings one from the Hub"
 
     def _refused(self, why: str) -> OptionError:
         problem = f"merge_lora='{self.directory}' must name an adapter's directory: {why}"
@@ -206,8 +218,7 @@ class Adapter:
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
             f"merge_lora='{self.directory}' has {what}: only plain LoRA of linear and embedding "
-            "layers can be merged here; peft's merge_and_unload() merges it, and export takes the "
-            "module"
+            "layers can be merged here; export takes the module of peft's merge_and_unload()"
         )
 
     def _unfit(self, fqn: str, sizes: Sizes, what: str) -> PlanError:

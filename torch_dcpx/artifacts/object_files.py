@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Collection, Sequence
 
-from torch_dcpx._replacing import HOW_TO_REPLACE
+from torch_dcpx._replacing import taken
 from torch_dcpx.artifacts.files import ArtifactFiles, check_destination, old_shards
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.artifacts.sources import Offer
@@ -105,10 +105,9 @@ class ObjectFiles:
 
     def _refuse_taken(self, there: Collection[str]) -> None:
         """Raises OptionError where the export would replace an object unasked."""
-        taken = [name for name in (self._single_name, self._index_name) if name in there]
-        if taken and not self._may_replace:
-            path = str(self._place.path / taken[0])
-            raise OptionError(f"'{path}' is there; {HOW_TO_REPLACE}", option="path", value=path)
+        names = [name for name in (self._single_name, self._index_name) if name in there]
+        if names and not self._may_replace:
+            raise taken(self._place.path / names[0])
 
     def shard_stem(self, stem: str) -> str:
         """Returns the beginning of shards' names."""
@@ -160,6 +159,7 @@ class ObjectFiles:
             index: of several files; None: there is one.
 
         Raises:
+            OptionError: another one has come meanwhile, whose replacement nobody asked for.
             StorageError: the artifact is not there; or the single file before it still is, and
                 loads take that.
             OutcomeUnknownError: the store does not say which artifact is there.
@@ -198,8 +198,9 @@ class ObjectFiles:
                 part_bytes=len(index),
                 at_once=1,
                 is_replacing=True,
+                is_new=not self._may_replace,
             )
-        except StorageError:
+        except (OptionError, StorageError):
             self._is_published = False
             raise
 

@@ -59,10 +59,11 @@ def write_own(
     rank: int,
     ranks: int,
     is_torch: bool,
+    may_replace: bool,
 ) -> Done:
-    """Writes a rank's part. Raises: StorageError, and as a read of `source`."""
+    """Writes a rank's part. Raises: StorageError, as a read of `source`, as `upload`."""
     if isinstance(directory, ObjectUrl):
-        return _Streams(source, order, directory, options).write()
+        return _Streams(source, order, directory, options).write(may_replace=may_replace)
     own: Iterable[tuple[int, Box]] = order.own
     if isinstance(source, StoredSource):
         own = source.shares(rank, ranks, order.piece_bytes)
@@ -144,8 +145,8 @@ class _Streams:
         at_once = memory_bytes // 2 // self._part_bytes - 1
         self._at_once = max(1, min(_PARTS_AT_ONCE, at_once))
 
-    def write(self) -> Done:
-        written = 0
+    def write(self, *, may_replace: bool) -> Done:
+        written, is_single = 0, len(self._order.layout.files) == 1
         for file in self._order.own_files:
             plan = self._order.layout.files[file]
             upload(
@@ -155,7 +156,8 @@ class _Streams:
                 partial(self._pieces, file),
                 part_bytes=self._part_bytes,
                 at_once=self._at_once,
-                is_replacing=len(self._order.layout.files) == 1,
+                is_replacing=is_single,
+                is_new=is_single and not may_replace,
             )
             written += plan.nbytes
         return Done(written, 0, [])

@@ -97,7 +97,6 @@ class WatchedFuture(SaveFuture[T]):
             )
 
 
-@telling
 class SaveHandle:
     """A save: under way in the background, or finished when the call that made it blocks.
 
@@ -137,6 +136,7 @@ class SaveHandle:
         handle.durable.set_result(report)
         return handle
 
+    @telling
     def result(self, timeout: float | None = None) -> Report:
         """Waits until the checkpoint is there, and returns its report as `durable` does.
 
@@ -151,6 +151,7 @@ class SaveHandle:
         with self._builtin_timeout():
             return self.durable.result(timeout)
 
+    @telling
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits until the save has ended, and returns its error; None if it ended well.
 
@@ -173,6 +174,7 @@ class SaveHandle:
                 raise
             raise TimeoutError("the save is still under way") from error
 
+    @telling
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Calls a function once the save has ended, well or not.
 

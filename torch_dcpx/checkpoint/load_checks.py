@@ -8,6 +8,7 @@ are near to missing ones.
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -185,7 +186,7 @@ def mismatch_error(
         else:
             lines.append(f"missing: {_listed(missing, lambda fqn: _missing_text(fqn, nearest))}")
         if is_vain:
-            ways = [f"is it the file of this model? {command('inspect', path)} shows its names"]
+            ways = [_way_of_vain(path, missing, nearest)]
         else:
             ways = [*_ways_out(all_differences, missing, rules)]
         lines += [f"  {way}" for way in ways]
@@ -245,6 +246,23 @@ def _ways_out(
     if rules.call == "resume" and any(name.startswith("model.") for name in missing):
         yield "CheckpointManager(trainable_only=True) leaves frozen parameters as they are"
     yield "strict=False, or allow_missing=[globs], leaves them as they are"
+
+
+def _way_of_vain(path: str, missing: Sequence[str], nearest: Mapping[str, Sequence[str]]) -> str:
+    """Returns what to do where a model finds none of its names."""
+    pairs = [(name, near) for name, nears in nearest.items() for near in nears]
+    if "adapter_model." in path or any(".lora_" in near for _, near in pairs):
+        return "it holds an adapter of peft: PeftModel.from_pretrained(base, folder) loads it"
+    if any(".lora_" in name for name in missing):
+        return "the model is peft's: load the base first, get_peft_model wraps it afterwards"
+    mores = {name.removesuffix(near) for name, near in pairs if name.endswith(f".{near}")}
+    lesses = {near.removesuffix(name) for name, near in pairs if near.endswith(f".{name}")}
+    if len(mores) == 1 and not lesses:
+        return f"the stored names lack {(more := mores.pop())!r}: key_map=KeyMap((r'^', {more!r}))"
+    if len(lesses) == 1 and not mores:
+        less = lesses.pop()
+        return f"the model's names lack {less!r}: key_map=KeyMap((r'^{re.escape(less)}', ''))"
+    return f"is it the file of this model? {command('inspect', path)} shows its names"
 
 
 def _count_wrapped(names: Sequence[str], state: Iterable[str], stored: Iterable[str]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_dcpx._arguments import check_bool
+from torch_dcpx._keywords import telling
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.same_call import Call, check_same_call
 from torch_dcpx.errors import NotCommittedError, OptionError, UnsupportedError
@@ -38,6 +39,7 @@ _MODEL = re.compile(rf"{FSDP_MODEL_NAME}_(\d+)")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")  # of accelerate's automatic names
 
 
+@telling
 class DcpxAccelerator(Accelerator):
     """accelerate's `Accelerator`, which saves and loads by torch-dcpx, under FSDP1 and FSDP2.
 

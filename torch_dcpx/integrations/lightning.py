@@ -14,11 +14,13 @@ import logging
 import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_dcpx._keywords import telling
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import put_from
 from torch_dcpx.integrations._framework import needed
@@ -58,6 +60,7 @@ def _refuse_whole(is_sharded: bool, named: str) -> None:
         )
 
 
+@telling
 class _ModelParallel:
     """Takes our arguments beside those of Lightning's `ModelParallelStrategy`."""
 
@@ -75,6 +78,7 @@ class _ModelParallel:
         self._saves = Saves(options, is_async=async_save)
 
 
+@telling
 class _Fsdp:
     """Takes our arguments beside those of Lightning's `FSDPStrategy`."""
 
@@ -86,6 +90,9 @@ class _Fsdp:
         state_dict_type: str = "sharded",
         **kwargs: Any,
     ) -> None:
+        taken = signature(super().__init__).parameters
+        rest = {name: one for name, one in kwargs.items() if name not in taken}
+        signature(FullyShardedDataParallel).bind_partial(**rest)  # which would refuse later
         kwargs["state_dict_type"] = state_dict_type
         super().__init__(*args, **kwargs)
         _refuse_whole(state_dict_type == "sharded", f"state_dict_type={state_dict_type!r}")

@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from torch_dcpx._keywords import telling
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.save import async_save, save
@@ -58,6 +59,7 @@ class _Planner(stock.MCoreSavePlanner):
         return plans, metadata
 
 
+@telling
 class DcpxSaveStrategy(stock.TorchDistSaveShardedStrategy):
     """Saves as `TorchDistSaveShardedStrategy` does, through `dcpx.save` and `dcpx.async_save`.
 
@@ -188,6 +190,7 @@ def _wait_until(ended: Connection, saver: int) -> None:
         pass
 
 
+@telling
 class DcpxLoadStrategy(stock.TorchDistLoadShardedStrategy):
     """Loads as `TorchDistLoadShardedStrategy` does, by `dcpx.load`: each rank reads the ranges of
     its own shards. Nothing from the checkpoint is executed.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from weakref import WeakKeyDictionary
 
+from torch_dcpx._keywords import telling
 from torch_dcpx._version import __version__
 from torch_dcpx.events import Event, LoadEnded, LoadFailed, SaveEnded, SaveFailed, on_event
 from torch_dcpx.integrations._framework import needed
@@ -28,6 +29,7 @@ _BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600
 _BOUNDS_BYTES = tuple(4.0**power for power in range(10, 21))  # 1 MiB to 1 TiB
 
 
+@telling
 def instrument(
     meter_provider: metrics.MeterProvider | None = None,
     tracer_provider: trace.TracerProvider | None = None,

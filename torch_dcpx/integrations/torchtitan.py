@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torch_dcpx._keywords import telling
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.errors import CorruptionError, NotCommittedError
@@ -33,6 +34,7 @@ with needed(__name__, "torchtitan>=0.3"):
 logger = logging.getLogger("torch_dcpx")
 
 
+@telling
 class DcpxCheckpointManager(TitanManager):
     """torchtitan's `CheckpointManager`, which saves, loads and removes by torch-dcpx.
 
@@ -47,6 +49,7 @@ class DcpxCheckpointManager(TitanManager):
     staging_future: Any
     save_future: Any
 
+    @telling
     @dataclass(kw_only=True, slots=True)
     class Config(TitanManager.Config):
         """The configuration of torchtitan's manager, for ours.

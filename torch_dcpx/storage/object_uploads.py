@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._replacing import taken
 from torch_dcpx.errors import OptionError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket
 
@@ -29,6 +30,7 @@ _MAX_THREADS = 16  # each uploads a file
 _POLL_S = 0.1
 _TRIES = 3
 _PAUSE_S = 0.5
+_TAKEN = (errno.EEXIST, errno.ESTALE)
 
 
 def upload_slot_bytes(slot_bytes: int, memory_bytes: int) -> int:
@@ -225,6 +227,27 @@ def _error_of(
             raise
 
 
+def _put_new(bucket: Bucket, key: str, pieces: Iterator[Any]) -> None:
+    """Puts an object where none is. Raises: StorageError, of `_TAKEN` where there is one."""
+    kept = list(pieces)  # of one part
+    try:
+        bucket.put_if(key, kept, None)
+    except StorageError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        bucket.put(key, iter(kept))
+
+
+def _checked(pieces: Callable[[], Iterator[Any]], bucket: Bucket, key: str) -> Iterator[Any]:
+    """Yields all pieces, and looks before the end if by now an object has the name.
+
+    Raises OptionError: one has, which may be of an earlier try that nobody answered.
+    """
+    yield from pieces()
+    if bucket.head(key) is not None:
+        raise taken(bucket.url(key))
+
+
 def upload(
     bucket: Bucket,
     key: str,
@@ -234,6 +257,7 @@ def upload(
     part_bytes: int,
     at_once: int,
     is_replacing: bool,
+    is_new: bool = False,
 ) -> None:
     """Uploads an object whose bytes can be made again: it begins anew where nobody answers.
 
@@ -242,8 +266,11 @@ def upload(
         part_bytes: of a part; a smaller object is one PUT.
         at_once: parts under way.
         is_replacing: an object of this name may be there, which the new one replaces.
+        is_new: one that is there stays, also one that comes meanwhile; of an object of several
+            parts until the last request, for which obstore has no condition.
 
     Raises:
+        OptionError: with `is_new` there is one.
         StorageError: what was there is there still.
         OutcomeUnknownError: the store does not say if it is replaced.
         What `pieces` raises: the upload is aborted.
@@ -251,6 +278,10 @@ def upload(
     put: Callable[[Any], None] = partial(bucket.put, key)
     if nbytes > part_bytes:
         put = partial(bucket.put_parts, key, part_bytes=part_bytes, at_once=at_once)
+        if is_new:
+            pieces = partial(_checked, pieces, bucket, key)
+    elif is_new:
+        put = partial(_put_new, bucket, key)
     found = bucket.head(key) if is_replacing else None
     may_be_done = False  # by some try that nobody answered, now or later
     for tries_left in reversed(range(_TRIES)):
@@ -260,6 +291,8 @@ def upload(
             return
         if not isinstance(error, StorageError):
             raise error
+        if is_new and error.errno in _TAKEN and not may_be_done:  # no earlier try's
+            raise taken(bucket.url(key)) from error
         if feed.is_ended and _is_there(bucket, key, nbytes, found and found[1]):
             return
         # ENOENT: an upload that is complete, or aborted, is no more.
