@@ -55,14 +55,14 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
     data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
     path.write_bytes(data)
-    read_commit = torch_dcpx.views.ls.read_commit
+    read_brief = torch_dcpx.views.ls.read_brief
 
     def refuse(place: Any, name: str) -> Any:  # tests may run as root, whom no mode refuses
         if place.path.name == "forbidden":
             raise StorageError("open", errno=13, path=str(place.path))
-        return read_commit(place, name)
+        return read_brief(place, name)
 
-    monkeypatch.setattr(torch_dcpx.views.ls, "read_commit", refuse)
+    monkeypatch.setattr(torch_dcpx.views.ls, "read_brief", refuse)
     result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
     states = [each["state"] for each in json.loads(result.stdout)]
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "committed"])

@@ -191,15 +191,30 @@ def test_verify_beside_retention_never_calls_what_it_removes_damaged(tmp_path: P
     assert dcpx("ls", tmp_path / "run", "--newest")["step"] == 60
 
 
-def test_doctor_of_a_root_imports_no_torch(root: Path) -> None:
+def test_doctor_sees_damage_as_ls_does(root: Path) -> None:
+    (root / "step-4/__0_0.distcp").write_bytes(b"x")
+    os.truncate(root / "step-5/.metadata", 900)
+    state, text = checkpoint_check(root / "step-4")
+    assert state == "warning" and "a committed one, 1 data file, 1 of 1 short: '__0_0" in text
+    assert f"`dcpx verify {root / 'step-4'}`" in text
+    state, text = checkpoint_check(root / "step-5")
+    assert state == "warning" and "unreadable: CorruptionError" in text and "dcpx repair" in text
+    state, text = checkpoint_check(root)
+    assert (state, text) == (
+        "warning", f"root of 1 checkpoint, 2 damaged (see `dcpx ls {root}`)",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["doctor", "ls"])
+def test_look_at_a_root_imports_no_torch(root: Path, verb: str) -> None:
     code = (
         "import sys, torch_dcpx.cli as cli, atexit\n"
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
-        f"sys.argv = ['dcpx', 'doctor', {str(root)!r}]\n"
+        f"sys.argv = ['dcpx', {verb!r}, {str(root)!r}]\n"
         "cli.main()"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "root of 3 checkpoints" in result.stdout
+    assert ("root of 3 checkpoints" if verb == "doctor" else "whole") in result.stdout
     assert result.stderr.splitlines()[-1] == "False"

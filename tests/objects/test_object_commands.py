@@ -112,9 +112,9 @@ def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Pa
     rows = printed("ls", f"{store.url}/", code=1)
     assert {row["name"]: row["state"] for row in rows} == {
         "step-1": "committed",
-        "step-2": "damaged",
+        "step-2": "committed",
         "step-3": "unfinished",
-        "step-4": "damaged",
+        "step-4": "unreadable",
         "step-5": "committed",
     }
     assert f"'{lost}' is missing" in str(rows)

@@ -146,7 +146,7 @@ def list_(
         text = "--max-age is for --newest, which is not there"
         raise OptionError(text, option="max_age", value=max_age)
     _look(path)
-    from torch_dcpx.cli.listing import show
+    from torch_dcpx.cli.ls import show
 
     return show(path, with_all=with_all, newest=newest, max_age_s=max_age, as_json=as_json)
 

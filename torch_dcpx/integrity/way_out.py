@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from torch_dcpx.errors import DcpxError, RepairError
-from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Kind, State, opened, state_of
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_rank_lock
@@ -36,6 +35,8 @@ def kind_at(where: Location) -> Kind:
 
 def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:
     """Returns whether a repair can help, or may, and what can be done."""
+    from torch_dcpx.integrity.repair import repair  # which imports torch
+
     path = str(directory.path)
     wrong: tuple[str, ...] = ()
     try:
