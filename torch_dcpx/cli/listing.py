@@ -17,13 +17,14 @@ from torch_dcpx.cli.output import (
     put_error,
     put_json,
     put_lines,
+    put_problem,
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint, open_contents
 from torch_dcpx.integrity.facts import Facts, facts_of_export
 from torch_dcpx.integrity.findings import RepairReport
-from torch_dcpx.integrity.repair import repair
+from torch_dcpx.integrity.repair import accepting, repair
 from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.integrity.way_out import settled
@@ -191,4 +192,8 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
         put_json({"assumptions": report.assumptions, **vars(report)})
     else:
         put_lines(str(report).splitlines())
-    return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE
+    if not report.assumptions or arguments["accept_assumptions"]:
+        return FINE
+    line = accepting(path, arguments["files"], arguments["rank_local"])
+    put_problem(f"nothing was written: where you know what is assumed, {line} writes it")
+    return UNSOUND

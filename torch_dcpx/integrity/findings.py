@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
@@ -190,6 +190,12 @@ def file_finding(
     """Returns a finding in a file; `where` is (offset, nbytes)."""
     offset, nbytes = where or (None, None)
     return Finding(kind, file, offset, nbytes, tuple(fqns), expected, found, message)
+
+
+def led_on(finding: Finding, way: str) -> Finding:
+    """Returns a finding that says what can be done, too; `way` may say what is wrong once more."""
+    way = way.rpartition(f"{finding.message}; ")[2]
+    return replace(finding, message=f"{finding.message}; {way}") if way else finding
 
 
 def of_raw(raw: RawFinding, name: str, items: ItemRanges | None) -> Finding:

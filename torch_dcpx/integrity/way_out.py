@@ -33,6 +33,20 @@ def kind_at(where: Location) -> Kind:
         return settled(place, state, look.names).kind
 
 
+def mending(directory: Place) -> str:
+    """Returns what mends metadata that are there and damaged, "" where nobody can tell."""
+    from torch_dcpx.integrity.repair import repair  # which imports torch
+
+    path = str(directory.path)
+    try:
+        needs = repair(path, dry_run=True).assumptions
+    except RepairError as error:
+        return f"it cannot be mended as it is: {error}"
+    except DcpxError:
+        return ""
+    return f"{command('repair --accept-assumptions' if needs else 'repair', path)} makes it anew"
+
+
 def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:
     """Returns whether a repair can help, or may, and what can be done."""
     from torch_dcpx.integrity.repair import repair  # which imports torch

@@ -208,10 +208,14 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
     facts = facts_of(place, look, state, commits)
     if error is not None:
         is_damage = isinstance(error, (CorruptionError, ShortReadError))
-        text = f"{type(error).__name__}: {error}"
-        whole = False if is_damage else None
+        text, whole = f"{type(error).__name__}: {error}", False if is_damage else None
+        if "`dcpx" not in text:
+            text += f"; {command('verify', path)} says what can be done"
         return _row(name, path, "unreadable", facts, problem=text, whole=whole)
     files = files_of(look, commits)
+    is_lost = files.missing or files.short or files.long
+    way = f"{command('verify', path)} lists all"
+    way = way if is_lost else f"{command('repair', path)} may make it anew"
     return _row(
         name,
         path,
@@ -225,7 +229,7 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
         long=files.long,
         whole=files.is_whole,
         written_by="torch-dcpx" if commits[0].is_exact else "stock",
-        problem=f"{files.faults[0]}; {command('verify', path)} lists all" if files.faults else "",
+        problem=f"{files.faults[0]}; {way}" if files.faults else "",
         saving=state.saving,
     )
 
