@@ -108,3 +108,43 @@ def test_gc_keeps_what_repair_could_use(tmp_path: Path) -> None:
     code, text = follow(text)
     assert follow(text)[0] == dcpx("verify", tmp_path)[0] == 0
     assert torch_dcpx.ls(tmp_path).checkpoints[0].ranks == 2
+
+
+def test_ls_and_doctor_lead_to_an_export(tmp_path: Path) -> None:
+    for name in ("one", "run/step-1"):
+        torch_dcpx.export(STATE, tmp_path / name, no_dist=True)
+    for name in ("a.safetensors", "b.safetensors"):
+        torch_dcpx.export(STATE, tmp_path / "two" / name, no_dist=True)
+    for path in (tmp_path / "one", tmp_path / "run", tmp_path / "two"):
+        code, text = dcpx("ls", path)
+        assert code == 0 and "no checkpoint, but an export: `dcpx inspect" in text
+        assert "3 items (2 tensors, 1 object)" in follow(text)[1] or "2 tensors" in follow(text)[1]
+        assert "but an export: `dcpx inspect" in dcpx("doctor", path)[1]
+        assert dcpx("gc", path)[1] == f"no file there is left by a save: {path}\n"
+    assert "not verified" not in dcpx("verify", tmp_path / "one")[1]
+    save(STATE, tmp_path / "run/step-2")
+    code, text = dcpx("ls", tmp_path / "run")
+    assert code == 0 and "committed" in text and "an export" in text
+
+
+def test_stats_of_an_object_lead_to_cat(tmp_path: Path) -> None:
+    save({**STATE, "cfg": {"lr": 1.5, "name": "it's"}}, tmp_path)
+    for key, shown in (("step", "3"), ("cfg*", "1.5"), ("cfg", "cfg.lr")):
+        code, text = dcpx("stats", tmp_path, "-k", key)
+        assert code == 2 and ("is an object" in text) == (key == "step") and "no name" not in text
+        assert shown in follow(text)[1]
+    assert dcpx("stats", tmp_path, "-k", "[ws]*")[0] == 0  # tensors, and objects beside them
+
+
+def test_each_ranks_own_is_exported_by_what_the_error_says(tmp_path: Path) -> None:
+    for rank in (1, 2):
+        save_rank_local({"w": torch.full((3,), float(rank))}, tmp_path / "it's", rank)
+    code, text = dcpx("export", tmp_path / "it's", tmp_path / "x.safetensors")
+    assert code == 2 and "metadata of 2 ranks, of each its own" in text
+    names = {"export": torch_dcpx.export, "load_tensors": torch_dcpx.load_tensors}
+    way = text.rpartition("to export: ")[2].replace("...", "out, no_dist=True")
+    eval(way, {**names, "out": tmp_path / "x.safetensors"})
+    assert torch_dcpx.load_tensors(tmp_path / "x.safetensors")["w"].tolist() == [1.0] * 3
+    for verb in ("cat", "stats"):
+        line = [verb, tmp_path / "it's", *["w"] * (verb == "cat")]
+        assert dcpx(*line)[0] == 2 and dcpx(*line, "--rank", 1)[0] == 0

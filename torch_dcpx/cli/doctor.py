@@ -227,6 +227,7 @@ def _mount_of(path: Path) -> str:
 def _checkpoints(path: Location) -> Check:
     """Says what lies at a path, or beneath it."""
     counts: Counter[str] = Counter()
+    export = ""
     try:
         for seen in walk(path):
             kind: str = seen.state.kind
@@ -240,11 +241,12 @@ def _checkpoints(path: Location) -> Check:
                 look = f"; {command('ls', path)} says what can be done"
                 return Check("checkpoint", state, seen.state.text + look * (state != "fine"))
             counts[kind] += kind != "none"
+            export = export or seen.state.text * seen.state.is_export
     except StorageError as error:
         if error.errno != errno.ENOENT:  # a URL beneath which nothing lies
             return Check("checkpoint", "failure", str(error))
     if not sum(counts.values()):
-        return Check("checkpoint", "fine", "none here")
+        return Check("checkpoint", "fine", export or "none here")
     words = {"saving": "being saved", "unfinished": "of saves that did not end"}
     others = [
         f"{n} {words.get(kind, kind)}" for kind, n in counts.items() if n and kind != "committed"

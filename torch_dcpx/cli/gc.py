@@ -10,7 +10,7 @@ from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.states import Seen, state_at, walk
+from torch_dcpx.integrity.states import Seen, State, state_at, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location, ObjectUrl
@@ -45,7 +45,7 @@ def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as
         for seen in walk(path):
             is_any = is_any or seen.state.kind != "none"
             if seen.state.kind == "none":
-                notes += [f"note: '{seen.path}': {seen.state.text}"] if seen.state.text else []
+                notes += [f"note: '{seen.path}': {seen.state.text}"] if _is_note(seen.state) else []
             elif seen.path not in rows:
                 is_named = seen.path in paths
                 rows[seen.path] = list(_looked_at(seen, delete, grace_s, is_named, codes))
@@ -57,6 +57,10 @@ def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as
     else:
         _put(shown, paths, notes, delete=delete)
     return UNSOUND if UNSOUND in codes else max(codes)
+
+
+def _is_note(state: State) -> bool:
+    return bool(state.text) and not state.is_export
 
 
 def _looked_at(

@@ -85,13 +85,17 @@ def _seen_at(path: Location) -> Iterator[Seen | None]:
     is_any = False
     for seen in walk(path):
         is_any = is_any or seen.state.kind != "none"
-        if seen.state.kind != "none" or seen.state.text:
+        if seen.state.kind != "none" or (seen.state.text and not _is_own(seen, path)):
             yield seen
     if not is_any:
         with open_contents(path) as contents:
             is_export = contents.artifact is not None
         if is_export:
             yield None
+
+
+def _is_own(seen: Seen, path: Location) -> bool:
+    return seen.state.is_export and seen.path == path
 
 
 def _verified(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torch_dcpx._globs import chosen_names, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.opened import OpenCheckpoint, open_checkpoint
+from torch_dcpx.errors import UnknownNameError
 from torch_dcpx.options import ReadOptions
-from torch_dcpx.views.chosen import chosen
+from torch_dcpx.reader.hints import command
+from torch_dcpx.views.chosen import chosen, globs_of
 from torch_dcpx.views.recorded import check_foreign
 from torch_dcpx.views.tables import Shown, Table
 from torch_dcpx.views.values import Summed, batches_of, dtype_text, is_large, read_each, slices_of
@@ -98,10 +102,23 @@ def stats(
         OptionError, NotCommittedError, StorageError, UnsupportedError: as `open_checkpoint`.
     """
     with open_checkpoint(path, options, rank=rank) as checkpoint:
+        _refuse_objects(checkpoint, keys)
         names = chosen(checkpoint, keys, checkpoint.path)
         if not checkpoint.is_of_ours:
             check_foreign(path, names, options or ReadOptions())
         return StatsReport(os.fspath(path), tuple(_tensors(checkpoint, names)))
+
+
+def _refuse_objects(checkpoint: OpenCheckpoint, keys: str | Iterable[str] | None) -> None:
+    """Raises UnknownNameError where a key means objects alone."""
+    path, objects = checkpoint.path, checkpoint.objects
+    for glob in unmatched(checkpoint, globs_of(keys) or ()):
+        found = chosen_names(objects, (glob,)) or [n for n in objects if n.startswith(f"{glob}.")]
+        if found:
+            kind = "is an object" if glob in objects else "means objects alone"
+            way = command("cat", path).removesuffix("`") + f" {shlex.quote(glob)}`"
+            wrong = f"'{path}': {glob!r} {kind}, and stats are of tensors: see {way}"
+            raise UnknownNameError(wrong, fqn=glob, path=path, nearest=tuple(found[:1]))
 
 
 def _tensors(checkpoint: OpenCheckpoint, names: Sequence[str]) -> Iterator[TensorStats]:
