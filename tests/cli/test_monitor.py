@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from support.held_saves import under_way
 from support.saves import change, data_files, save
 
 import torch_dcpx
@@ -51,24 +51,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Path) -> None:
     (root / "step-3/.metadata").rename(root / "step-3/.dcpx.deleted")
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold(_done: int, _total: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    options = torch_dcpx.WriteOptions(progress=hold)
-    arguments: dict[str, Any] = {"no_dist": True, "options": options}
     places = (root / "step-4", root / "step-6")  # over another one, and a new one
-    saves = [
-        threading.Thread(target=torch_dcpx.save, args=(STATE, place), kwargs=arguments)
-        for place in places
-    ]
-    for one in saves:
-        one.start()
-        assert begun.wait(60)
-        begun.clear()
-    try:
+    with under_way(places[0], STATE), under_way(places[1], STATE):
         listed = dcpx("ls", root)
         assert [row["state"] for row in listed] == ["removed", "committed", "committed", "saving"]
         assert f"pid={os.getpid()}" in listed[1]["saving"]
@@ -93,10 +77,6 @@ def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Pat
         names = {path: data_files(path) for path in places}
         dcpx("gc", root, "--delete")
         assert names == {path: data_files(path) for path in places}
-    finally:
-        go_on.set()
-        for one in saves:
-            one.join()
     assert dcpx("ls", root, "--newest")["step"] == 6
     assert [row["state"] for row in dcpx("ls", root)] == ["removed"] + ["committed"] * 3
 

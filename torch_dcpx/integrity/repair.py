@@ -196,9 +196,10 @@ class _Made(NamedTuple):
     assumed: list[str]
 
     def report(self) -> RepairedMetadata:
-        paths, items = tuple(file.path for file in self.files), len(self.metadata.storage_data)
+        metadata, paths = self.metadata, tuple(file.path for file in self.files)
+        counts = len(metadata.state_dict_metadata), len(metadata.storage_data)
         return RepairedMetadata(
-            self.name, self.source, self.save_id, paths, items, tuple(self.assumed)
+            self.name, self.source, self.save_id, paths, *counts, tuple(self.assumed)
         )
 
 

@@ -25,7 +25,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import age_text, counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.reader.hints import absent, command
 from torch_dcpx.reader.safetensors import file_among
@@ -46,7 +46,7 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.place import Place, open_place
+from torch_dcpx.storage.place import Place, PosixPlace, open_place
 from torch_dcpx.storage.root_record import ObjectRecord
 from torch_dcpx.storage.save_lock import owner_of
 
@@ -144,8 +144,18 @@ def _state(place: Place, look: Look, saving: str) -> State:
         return State("none")
     files = counted(sum(map(is_data_file_name, names)), "data file")
     youngest = _youngest(look)
-    is_young = place.is_object and youngest is not None and time.time() - youngest < _YOUNG_S
-    return State("unfinished", f"{files} of a save that did not end", is_young=is_young)
+    text, age_s = f"{files} of a save that did not end", time.time() - (youngest or 0.0)
+    is_young = age_s < _YOUNG_S and not (isinstance(place, PosixPlace) and _has_record(look))
+    if is_young:
+        when = age_text(max(0.0, age_s))
+        text += f", the last one changed {when}: a save that takes no lock may be under way"
+    return State("unfinished", text, is_young=is_young and place.is_object)
+
+
+def _has_record(look: Look) -> bool:
+    """Whether a save has noted itself there that nobody holds any more: it was killed."""
+    locks = [name for name in look.names if name == LOCK_NAME or is_rank_lock(name)]
+    return any(look.size(name) for name in locks)
 
 
 def _youngest(look: Look) -> float | None:

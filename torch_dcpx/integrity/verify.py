@@ -102,6 +102,7 @@ def verify(
         metadata_files=tuple(run.commits),
         files=sum(one.is_there for one in run.looked.values()),
         items=run.items,
+        parts=run.parts,
         checked_bytes=run.checked_bytes,
         metadata_s=looked - began,
         sum_s=ended - looked,
@@ -122,6 +123,7 @@ class _Run:
     findings: list[Finding] = field(default_factory=list)
     commits: Sequence[str] = ()
     items: int = 0
+    parts: int = 0
     checked_bytes: int = 0
     is_form_compared: bool = False
 
@@ -132,7 +134,8 @@ class _Run:
         known = [found for found in map(self._read, self.commits) if found is not None]
         self.is_form_compared = bool(known) and len(known) == len(self.commits)
         for checkpoint in known:
-            self.items += len(checkpoint.metadata.storage_data)
+            self.items += len(checkpoint.metadata.state_dict_metadata)
+            self.parts += len(checkpoint.metadata.storage_data)
             for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
                 if name not in self.looked:
                     self._add(name, look_at_named(self.directory, self.job, checkpoint, name))

@@ -21,7 +21,7 @@ def settled(directory: Place, state: State, names: Sequence[str]) -> State:
         return state
     is_help, text = _way_out(directory, names)
     if state.is_young and not is_help:
-        text = f"{state.text}, or a save is under way: the objects are young"
+        text = f"{state.text}: the objects are young"
         return State("saving", text, "objects are young")
     return state._replace(text=f"{state.text}; {text}")
 
