@@ -78,6 +78,10 @@ def test_newest_is_what_cron_asks_for(root: Path, tmp_path: Path) -> None:
     (root / "final/__0_0.distcp").unlink()  # damaged: not the newest that could be resumed
     code, text = command("ls", root, "--newest", "--max-age", "15min")
     assert code == 1 and "step-2" in text and "final' is newer, and damaged: '__0_0" in text
+    (root / "step-2/.metadata").rename(root / "away")
+    code, text = command("ls", root, "--newest")
+    assert code == 1 and "no whole checkpoint: '" in text and "1 committed" not in text
+    (root / "away").rename(root / "step-2/.metadata")
     shutil.rmtree(root / "final")
     assert printed("ls", root, "--newest", "--max-age", "15min")["name"] == "step-2"
     (tmp_path / "empty").mkdir()

@@ -69,6 +69,8 @@ def test_files_that_are_not_as_metadata_says_are_counted(
     row = listed(tmp_path, 1)
     assert (row["state"], row["cell"], row["whole"]) == ("committed", cell, False)
     assert (row["missing"], row["short"]) == ((0, 1) if "short" in cell else (1, 0))
+    is_there = harm in ("a link", "a directory")
+    assert ("is no regular file" in row["problem"]) == is_there
     line = row["problem"].split("`")[1]
     assert line == f"dcpx verify {tmp_path / 'a'}"
     assert CliRunner().invoke(app, line.split()[1:]).exit_code == 1

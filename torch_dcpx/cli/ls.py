@@ -14,7 +14,7 @@ from torch_dcpx.cli.output import (
     put_problem,
     put_table,
 )
-from torch_dcpx.errors import StorageError
+from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.ls import ListedCheckpoint, Listing, ls
 
@@ -49,8 +49,14 @@ def show(
 def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_json: bool) -> int:
     """Prints the newest whole one. Returns the exit code: 1 where it is older than wanted, or one
     that was committed behind it is damaged.
+
+    Raises: CorruptionError: all are damaged; StorageError: there is none.
     """
     one = found.newest
+    damaged = [each for each in found.broken if each.state != "unfinished"]
+    if one is None and damaged:
+        text = f"'{path}' holds no whole checkpoint: '{damaged[-1].path}': {damaged[-1].problem}"
+        raise CorruptionError(text, path=str(path))
     if one is None:
         text = f"'{path}' holds no committed checkpoint ({found.head().rpartition(': ')[2]})"
         raise StorageError(text, errno=errno.ENOENT, path=str(path))
@@ -58,7 +64,7 @@ def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_
         put_json(one)
     else:
         put_table(*Listing(found.path, (one,)).table())
-    newer = [each for each in found.broken if _is_behind(each, one)]
+    newer = [each for each in damaged if _is_behind(each, one)]
     for each in newer:
         put_problem(f"'{each.path}' is newer, and damaged: {each.problem}")
     if newer:
@@ -77,8 +83,6 @@ def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_
 
 def _is_behind(each: ListedCheckpoint, newest: ListedCheckpoint) -> bool:
     """Whether a damaged one was committed behind the newest whole one, as far as one can tell."""
-    if each.state == "unfinished":
-        return False
     if each.saved_at and newest.saved_at and each.saved_at != newest.saved_at:
         return each.saved_at > newest.saved_at
     return each.step is None or newest.step is None or each.step > newest.step

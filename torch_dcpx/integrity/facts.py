@@ -139,7 +139,8 @@ def files_of(look: Look, commits: Sequence[Brief]) -> Files:
             sizes[name] = found or 0
             if found is None:
                 counts["missing"] += 1
-                faults.append(f"'{name}' is missing")
+                is_there = name in look.names  # a directory, a link
+                faults.append(f"'{name}' is {'no regular file' if is_there else 'missing'}")
             elif found != wanted if brief.is_exact else found < wanted:
                 counts["short" if found < wanted else "long"] += 1
                 faults.append(f"'{name}' has {found} B, {wanted} B were written")
