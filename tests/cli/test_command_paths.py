@@ -177,5 +177,5 @@ def test_hostile_pickles_execute_nothing_and_are_one_typed_line(tmp_path: Path) 
     (note,) = dcpx("verify", tmp_path / "evil.pt")["findings"]
     assert note["kind"] == "unchecked" and "refuse to unpickle" in note["message"]
     assert dcpx("gc", tmp_path / "evil") == []
-    assert dcpx("ls", tmp_path / "evil", code=1)[0]["state"] == "damaged"
+    assert dcpx("ls", tmp_path / "evil", code=1)[0]["state"] == "unreadable"
     assert not place.exists() and not list(tmp_path.glob("z*"))

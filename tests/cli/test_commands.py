@@ -120,9 +120,9 @@ def damage_metadata(folder: Path) -> None:
     ("harm", "state", "problem"),
     [
         (lambda _: None, "committed", ""),
-        (cut, "damaged", "has 1000 B"),
-        (lambda folder: (folder / data_files(folder)[0]).unlink(), "damaged", "is missing"),
-        (damage_metadata, "damaged", "CorruptionError"),
+        (cut, "committed", "has 1000 B"),
+        (lambda folder: (folder / data_files(folder)[0]).unlink(), "committed", "is missing"),
+        (damage_metadata, "unreadable", "CorruptionError"),
         (
             lambda folder: (folder / ".metadata").unlink(),
             "unfinished",
@@ -137,12 +137,12 @@ def test_ls_says_what_is_whole(
         save(STATE, tmp_path / f"step-{step}")
     (tmp_path / "logs").mkdir()
     harm(tmp_path / "step-10")
-    found = printed("ls", tmp_path, code=0 if state == "committed" else 1)
+    found = printed("ls", tmp_path, code=1 if problem else 0)
     assert [each["name"] for each in found] == ["step-2", "step-10"]
     assert found[0]["state"] == "committed"
     assert found[1]["state"] == state
     assert problem in found[1]["problem"]
-    assert len(printed("ls", tmp_path, "--all", code=0 if state == "committed" else 1)) == 3
+    assert len(printed("ls", tmp_path, "--all", code=1 if problem else 0)) == 3
     assert printed("ls", tmp_path / "step-2")[0]["state"] == "committed"
 
 

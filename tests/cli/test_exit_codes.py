@@ -55,14 +55,14 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
     data[-TAIL.size + 8 : -TAIL.size + 12] = struct.pack("<I", 99)  # the format's version
     data[-4:] = struct.pack("<I", _C.crc32(data[-TAIL.size : -4]))
     path.write_bytes(data)
-    read_commit = torch_dcpx.views.ls.read_commit
+    read_brief = torch_dcpx.views.ls.read_brief
 
     def refuse(place: Any, name: str) -> Any:  # tests may run as root, whom no mode refuses
         if place.path.name == "forbidden":
             raise StorageError("open", errno=13, path=str(place.path))
-        return read_commit(place, name)
+        return read_brief(place, name)
 
-    monkeypatch.setattr(torch_dcpx.views.ls, "read_commit", refuse)
+    monkeypatch.setattr(torch_dcpx.views.ls, "read_brief", refuse)
     result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
     states = [each["state"] for each in json.loads(result.stdout)]
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "committed"])
@@ -96,7 +96,7 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         ("cat removed step", 2, "its manager has removed it"),
         ("ls ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
         ("inspect ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
-        ("gc ranks", 0, "`dcpx repair ranks` may make it anew"),
+        ("gc ranks", 0, "`dcpx repair ranks` may make it anew; else remove them by hand"),
         ("inspect lost", 1, "'__0_0.distcp' is missing"),
         ("diff A lost", 1, "`dcpx verify lost` lists all damage"),
         ("cat lost step", 1, "`dcpx verify lost` lists all damage"),
@@ -106,6 +106,9 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         ("verify shards", 1, "No such file"),
         ("inspect shards", 1, "No such file"),
         ("cat shards *", 1, "No such file"),
+        ("inspect shards/model-00001-of-00002.safetensors", 2, "is no directory"),
+        ("verify shards/model-00002-of-00002.safetensors", 2, "is no directory"),
+        ("inspect A/__7_0.distcp", 2, "is no directory"),
         ("inspect A --overwrite", 2, "--overwrite is for --html"),
         ("trace A --html x.html --out x.html", 2, "--html and --out name one file"),
         ("gc A --grace nan", 2, "nan"),

@@ -7,13 +7,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
+from support.held_saves import under_way
 from support.saves import change, data_files, save
 
 import torch_dcpx
@@ -51,24 +51,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Path) -> None:
     (root / "step-3/.metadata").rename(root / "step-3/.dcpx.deleted")
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold(_done: int, _total: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    options = torch_dcpx.WriteOptions(progress=hold)
-    arguments: dict[str, Any] = {"no_dist": True, "options": options}
     places = (root / "step-4", root / "step-6")  # over another one, and a new one
-    saves = [
-        threading.Thread(target=torch_dcpx.save, args=(STATE, place), kwargs=arguments)
-        for place in places
-    ]
-    for one in saves:
-        one.start()
-        assert begun.wait(60)
-        begun.clear()
-    try:
+    with under_way(places[0], STATE), under_way(places[1], STATE):
         listed = dcpx("ls", root)
         assert [row["state"] for row in listed] == ["removed", "committed", "committed", "saving"]
         assert f"pid={os.getpid()}" in listed[1]["saving"]
@@ -93,10 +77,6 @@ def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Pat
         names = {path: data_files(path) for path in places}
         dcpx("gc", root, "--delete")
         assert names == {path: data_files(path) for path in places}
-    finally:
-        go_on.set()
-        for one in saves:
-            one.join()
     assert dcpx("ls", root, "--newest")["step"] == 6
     assert [row["state"] for row in dcpx("ls", root)] == ["removed"] + ["committed"] * 3
 
@@ -191,15 +171,30 @@ def test_verify_beside_retention_never_calls_what_it_removes_damaged(tmp_path: P
     assert dcpx("ls", tmp_path / "run", "--newest")["step"] == 60
 
 
-def test_doctor_of_a_root_imports_no_torch(root: Path) -> None:
+def test_doctor_sees_damage_as_ls_does(root: Path) -> None:
+    (root / "step-4/__0_0.distcp").write_bytes(b"x")
+    os.truncate(root / "step-5/.metadata", 900)
+    state, text = checkpoint_check(root / "step-4")
+    assert state == "warning" and "a committed one, 1 data file, 1 of 1 short: '__0_0" in text
+    assert f"`dcpx verify {root / 'step-4'}`" in text
+    state, text = checkpoint_check(root / "step-5")
+    assert state == "warning" and "unreadable: CorruptionError" in text and "dcpx repair" in text
+    state, text = checkpoint_check(root)
+    assert (state, text) == (
+        "warning", f"root of 1 checkpoint, 2 damaged (see `dcpx ls {root}`)",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["doctor", "ls"])
+def test_look_at_a_root_imports_no_torch(root: Path, verb: str) -> None:
     code = (
         "import sys, torch_dcpx.cli as cli, atexit\n"
         "atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))\n"
-        f"sys.argv = ['dcpx', 'doctor', {str(root)!r}]\n"
+        f"sys.argv = ['dcpx', {verb!r}, {str(root)!r}]\n"
         "cli.main()"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert "root of 3 checkpoints" in result.stdout
+    assert ("root of 3 checkpoints" if verb == "doctor" else "whole") in result.stdout
     assert result.stderr.splitlines()[-1] == "False"

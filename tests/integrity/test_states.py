@@ -7,14 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.held_saves import under_way
 from support.saves import save, save_rank_local
 
 import torch_dcpx
@@ -31,42 +28,21 @@ def at(path: Path) -> State:
         return state_of(place)[0]
 
 
-@contextmanager
-def under_way(path: Path, state: Any = STATE) -> Iterator[None]:
-    """Saves in a thread that stays in the middle while the block runs."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold(_done: int, _total: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    options = torch_dcpx.WriteOptions(progress=hold)
-    arguments: dict[str, Any] = {"no_dist": True, "options": options}
-    saving = threading.Thread(target=torch_dcpx.save, args=(state, path), kwargs=arguments)
-    saving.start()
-    try:
-        assert begun.wait(60)
-        yield
-    finally:
-        go_on.set()
-        saving.join()
-
-
 def test_save_under_way_is_said_by_whom_and_since_when(tmp_path: Path) -> None:
-    with under_way(tmp_path / "a"):
+    with under_way(tmp_path / "a", STATE):
         found = at(tmp_path / "a")
         assert found.kind == "saving"
         assert f"host={socket.gethostname()} pid={os.getpid()}, since 20" in found.text
         with pytest.raises(torch_dcpx.ConcurrentSaveError, match="a save is under way"):
             torch_dcpx.repair(tmp_path / "a", dry_run=True)
     assert at(tmp_path / "a") == State("committed")
-    with under_way(tmp_path / "a"):
+    with under_way(tmp_path / "a", STATE):
         found = at(tmp_path / "a")
         assert found.kind == "committed" and f"pid={os.getpid()}" in found.saving
 
 
 def test_look_keeps_no_save_away(tmp_path: Path) -> None:
-    with under_way(tmp_path):
+    with under_way(tmp_path, STATE):
         assert all(at(tmp_path).kind == "saving" for _ in range(20))
     assert torch_dcpx.verify(tmp_path).ok
 
@@ -183,3 +159,18 @@ def test_step_in_a_name(name: str, step: int | None) -> None:
 def test_dates_that_no_calendar_has_are_none() -> None:
     assert utc_text(0) == "1970-01-01T00:00:00Z"
     assert utc_text(None) is utc_text(-1.0) is utc_text(1e30) is utc_text(float("nan")) is None
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_young_files_without_a_lock_may_be_of_a_save_under_way(tmp_path: Path, writer: str) -> None:
+    save(STATE, tmp_path, writer)
+    (tmp_path / ".metadata").unlink()
+    found = at(tmp_path)
+    assert found.kind == "unfinished" and not found.is_young
+    assert " s ago: a save that takes no lock may be under way" in found.text
+    (data,) = tmp_path.glob("*.distcp")
+    os.utime(data, (1, 1))
+    assert at(tmp_path).text == "1 data file of a save that did not end"
+    os.utime(data)
+    (tmp_path / LOCK_NAME).write_text("host=here pid=1 boot=2\n")  # a save of ours was killed
+    assert at(tmp_path).text == "1 data file of a save that did not end"

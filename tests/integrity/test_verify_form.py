@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.chunked import chunked, grid
 
 import torch_dcpx as dcpx
 
@@ -75,3 +76,22 @@ def test_report_says_what_it_proved(tmp_path: Path) -> None:
     assert "  compared: bytes" in str(lost)
     (tmp_path / "empty").mkdir()
     assert dcpx.verify(tmp_path / "empty").proved == "neither bytes nor form"
+
+
+def test_form_that_torch_alone_decodes_is_said_to_be_left(tmp_path: Path) -> None:
+    report = dcpx.verify(stock({"w": torch.ones(3), "c": torch.ones(2).cfloat().conj()}, tmp_path))
+    assert report.ok and [note.kind for note in report.notes] == ["unchecked"]
+    assert report.proved == f"{BOTH}, form not of all: see the notes"
+
+
+def test_items_are_names_and_parts_what_they_are_stored_in(tmp_path: Path) -> None:
+    boxes = grid((4, 6), (2, 3))
+    state = {"w": chunked(boxes, [torch.ones(box.sizes) for box in boxes], (4, 6)), "step": 3}
+    dcpx.save(state, tmp_path / "a", no_dist=True)
+    report = dcpx.verify(tmp_path / "a")
+    assert (report.items, report.parts) == (2, 7) and "7 parts in 1 file" in str(report)
+    (listed,) = dcpx.ls(tmp_path).checkpoints
+    assert listed.items == len(dcpx.inspect(tmp_path / "a").items) == 2
+    (tmp_path / "a/.metadata").unlink()
+    (made,) = dcpx.repair(tmp_path / "a", accept_assumptions=True).repaired
+    assert (made.items, made.parts) == (2, 7)

@@ -112,9 +112,9 @@ def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Pa
     rows = printed("ls", f"{store.url}/", code=1)
     assert {row["name"]: row["state"] for row in rows} == {
         "step-1": "committed",
-        "step-2": "damaged",
+        "step-2": "committed",
         "step-3": "unfinished",
-        "step-4": "damaged",
+        "step-4": "unreadable",
         "step-5": "committed",
     }
     assert f"'{lost}' is missing" in str(rows)
@@ -353,3 +353,15 @@ def test_doctor_tries_the_store_and_leaves_nothing(
     with retries(0):
         found = {each["name"]: each for each in printed("doctor", store.url, code=2)}
     assert found["store"]["state"] == "failure" and "writing" not in found
+
+
+def test_a_missing_shard_is_damage_and_a_missing_file_no_answer(store: Store) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    url = f"{store.url}/model.safetensors.index.json"
+    store.server.put(url, json.dumps(index).encode())
+    for line in (("verify", store.url), ("inspect", store.url), ("cat", store.url, "*")):
+        assert dcpx(*line).exit_code == 1, line
+    shard = f"{store.url}/model-00001-of-00002.safetensors"
+    for line in (("verify", shard), ("inspect", shard), ("cat", shard, "*")):
+        result = dcpx(*line)
+        assert result.exit_code == 2, (line, result.output)

@@ -108,7 +108,8 @@ def test_a_monitor_reads_the_same_of_inspect_ls_and_verify(tmp_path: Path) -> No
     (name,) = data_files(path)
     (path / name).unlink()
     states = {told(command, path)["state"] for command in ("inspect", "ls", "verify")}
-    assert states == {"damaged"}
+    assert states == {"committed"}
+    assert dcpx.ls(path).checkpoints[0].found == "1 of 1 missing" and dcpx.inspect(path).faults
 
 
 @pytest.mark.parametrize("writer", sorted(WRITERS))
@@ -138,5 +139,7 @@ def test_a_rank_whose_own_save_did_not_end_is_damage(tmp_path: Path) -> None:
     for rank in range(2):
         save_rank_local(STATE, tmp_path, rank)
     (tmp_path / "__1.metadata").unlink()
-    assert dcpx.inspect(tmp_path).state == told("ls", tmp_path)["state"] == "damaged"
+    assert dcpx.inspect(tmp_path).state == told("ls", tmp_path)["state"] == "committed"
+    (one,) = dcpx.ls(tmp_path).checkpoints
+    assert (one.whole, one.found) == (False, "a rank's metadata missing")
     assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 1

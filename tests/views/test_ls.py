@@ -61,7 +61,8 @@ def test_ls_answers_what_a_monitor_asks(root: Path) -> None:
     head, columns, *rows = str(found).splitlines()
     assert head == f"{root}: 3 committed"
     assert columns.split() == [
-        "state", "step", "saved", "ranks", "items", "size", "pinned", "written", "by", "name",
+        "state", "files", "step", "saved", "ranks", "items", "size", "pinned", "written",
+        "by", "name",
     ]  # fmt: skip
     assert rows[1].split()[-3:] == ["pinned", "torch-dcpx", "step-2"]
     assert "<td" in found._repr_html_() and "3 committed" in found._repr_html_()
@@ -75,6 +76,13 @@ def test_newest_is_what_cron_asks_for(root: Path, tmp_path: Path) -> None:
     assert code == 1 and "was saved" in text
     shutil.rmtree(root / "step-3")
     (root / "final/__0_0.distcp").unlink()  # damaged: not the newest that could be resumed
+    code, text = command("ls", root, "--newest", "--max-age", "15min")
+    assert code == 1 and "step-2" in text and "final' is newer, and damaged: '__0_0" in text
+    (root / "step-2/.metadata").rename(root / "away")
+    code, text = command("ls", root, "--newest")
+    assert code == 1 and "no whole checkpoint: '" in text and "1 committed" not in text
+    (root / "away").rename(root / "step-2/.metadata")
+    shutil.rmtree(root / "final")
     assert printed("ls", root, "--newest", "--max-age", "15min")["name"] == "step-2"
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "none"):
@@ -108,7 +116,7 @@ def test_stock_and_each_ranks_own_are_listed(tmp_path: Path) -> None:
     assert stock.written_by == "stock" and stock.save_id
     assert (local.state, local.ranks, local.files) == ("committed", 2, 2)
     (tmp_path / "local/__1.metadata").unlink()
-    assert torch_dcpx.ls(tmp_path).checkpoints[1].state == "damaged"
+    assert torch_dcpx.ls(tmp_path).checkpoints[1].whole is False
 
 
 def test_one_bad_neighbour_hides_nobody(root: Path) -> None:
@@ -119,11 +127,12 @@ def test_one_bad_neighbour_hides_nobody(root: Path) -> None:
     (root / "step-4" / data_files(root / "step-4")[0]).unlink()
     found = {one.name: one for one in torch_dcpx.ls(root).checkpoints}
     assert {name: one.state for name, one in found.items()} == {
-        "final": "committed", "step-2": "committed", "step-3": "damaged", "step-4": "damaged",
-        "gone": "none",
+        "final": "committed", "step-2": "committed", "step-3": "unreadable",
+        "step-4": "committed", "gone": "none",
     }  # fmt: skip
     assert "a link to 'nowhere', which is not there" in found["gone"].problem
     assert "is missing" in found["step-4"].problem
+    assert [found[name].whole for name in ("step-2", "step-3", "step-4")] == [True, False, False]
     assert command("ls", root)[0] == command("verify", root)[0] == 1
     rows = printed("verify", root, code=1)
     assert [row["ok"] for row in rows] == [True, True, False, False]

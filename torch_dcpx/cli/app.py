@@ -130,7 +130,7 @@ def app() -> None:
 @app.command("ls", example="dcpx ls ckpt")
 @click.argument("path", type=_PATH_OR_URL)
 @click.option("--all", "with_all", is_flag=True, help="directories without a checkpoint, too")
-@click.option("--newest", is_flag=True, help="only the committed one that was saved last")
+@click.option("--newest", is_flag=True, help="only the whole one that was saved last")
 @click.option(
     "--max-age", type=_Age(), help="with --newest: exit with 1 if it is older: 90s, 15min, 1h, 2d"
 )
@@ -140,14 +140,15 @@ def list_(
 ) -> int:
     """List the checkpoints at PATH, or beneath it: state, step, age, ranks, size.
 
-    Looks two levels down where there is none at the first. Compares sizes, reads no data: see
-    `verify`. Exits with 1 if one is damaged, or of a save that did not end and that nobody holds.
+    Looks two levels down where there is none at the first. "files" compares names and sizes, and
+    reads no data: see `verify`. Exits with 1 if one is not whole, or of a save that did not end and
+    that nobody holds.
     """
     if max_age is not None and not newest:
         text = "--max-age is for --newest, which is not there"
         raise OptionError(text, option="max_age", value=max_age)
     _look(path)
-    from torch_dcpx.cli.listing import show
+    from torch_dcpx.cli.ls import show
 
     return show(path, with_all=with_all, newest=newest, max_age_s=max_age, as_json=as_json)
 

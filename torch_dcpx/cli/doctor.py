@@ -1,7 +1,7 @@
 """`dcpx doctor`: checks that a machine, and the file system of a path, serve saves and loads.
 
-Its own process never imports torch. A check is fine, a warning (it works, but slower or with less
-of a promise: the text says which) or a failure.
+Its own process imports no torch, but for a pickle that is not as torch writes it. A check is fine,
+a warning (it works, but slower or with less of a promise: the text says which) or a failure.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch_dcpx.hook.settings import AUTOLOAD, INSTALL, is_asked, is_autoload_of
 from torch_dcpx.integrity.states import walk
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.directory import Directory, storage_error
-from torch_dcpx.storage.names import is_data_file_name
 from torch_dcpx.storage.object_store import bucket_of
 from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.views.ls import ListedCheckpoint, listed
 
 _FEW_FILES = 1024
 _BLOCK = 4096
@@ -227,32 +227,45 @@ def _mount_of(path: Path) -> str:
 def _checkpoints(path: Location) -> Check:
     """Says what lies at a path, or beneath it."""
     counts: Counter[str] = Counter()
+    export = ""
     try:
         for seen in walk(path):
-            kind, names = seen.state.kind, seen.look.names if seen.look else ()
-            if seen.path == path and kind == "committed":
-                files = counted(sum(map(is_data_file_name, names)), "data file")
-                saving = f"; a save to it is under way ({seen.state.saving})"
-                text = f"a committed one, {files}; {command('verify', path)} proves it"
-                return Check("checkpoint", "fine", text + (saving if seen.state.saving else ""))
+            kind: str = seen.state.kind
+            row = listed(seen) if kind == "committed" else None
+            if row is not None:
+                kind = row.state if row.whole else "damaged"
+            if seen.path == path and row is not None:
+                return _one(row, path)
             if seen.path == path and kind != "none":
                 state: _State = "fine" if kind in ("saving", "removed") else "warning"
                 look = f"; {command('ls', path)} says what can be done"
                 return Check("checkpoint", state, seen.state.text + look * (state != "fine"))
             counts[kind] += kind != "none"
+            export = export or seen.state.text * seen.state.is_export
     except StorageError as error:
         if error.errno != errno.ENOENT:  # a URL beneath which nothing lies
             return Check("checkpoint", "failure", str(error))
     if not sum(counts.values()):
-        return Check("checkpoint", "fine", "none here")
+        return Check("checkpoint", "fine", export or "none here")
     words = {"saving": "being saved", "unfinished": "of saves that did not end"}
     others = [
         f"{n} {words.get(kind, kind)}" for kind, n in counts.items() if n and kind != "committed"
     ]
     text = f"root of {counted(counts['committed'], 'checkpoint')}"
-    is_sound = not (counts["unfinished"] or counts["unreadable"])
+    is_sound = not (counts["unfinished"] or counts["unreadable"] or counts["damaged"])
     more = "" if is_sound else f" (see {command('ls', path)})"
     return Check("checkpoint", "fine" if is_sound else "warning", ", ".join([text, *others]) + more)
+
+
+def _one(row: ListedCheckpoint, path: Location) -> Check:
+    """Says what the look of `ls` has found at the path itself."""
+    if row.state != "committed":  # it was, by its names alone
+        return Check("checkpoint", "warning", f"{row.state}: {row.problem}")
+    text = f"a committed one, {counted(row.files, 'data file')}"
+    if not row.whole:
+        return Check("checkpoint", "warning", f"{text}, {row.found}: {row.problem}")
+    saving = f"; a save to it is under way ({row.saving})" if row.saving else ""
+    return Check("checkpoint", "fine", f"{text}; {command('verify', path)} proves it{saving}")
 
 
 def _writing(directory: Directory) -> Iterator[Check]:

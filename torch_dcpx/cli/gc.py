@@ -10,7 +10,7 @@ from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
-from torch_dcpx.integrity.states import Seen, ranks_without_metadata, state_at, walk
+from torch_dcpx.integrity.states import Seen, State, state_at, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location, ObjectUrl
@@ -18,7 +18,8 @@ from torch_dcpx.storage.object_url import Location, ObjectUrl
 
 class _Row(NamedTuple):
     """Files of one place: "left" by a save that did not end, "waiting" to go behind a removal, of a
-    save that is under way ("saving"), "removed" by this command, or "unknown".
+    save that is under way ("saving"), of a rank whose metadata is not there ("kept"), "removed" by
+    this command, or "unknown".
     """
 
     path: Location
@@ -44,7 +45,7 @@ def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as
         for seen in walk(path):
             is_any = is_any or seen.state.kind != "none"
             if seen.state.kind == "none":
-                notes += [f"note: '{seen.path}': {seen.state.text}"] if seen.state.text else []
+                notes += [f"note: '{seen.path}': {seen.state.text}"] if _is_note(seen.state) else []
             elif seen.path not in rows:
                 is_named = seen.path in paths
                 rows[seen.path] = list(_looked_at(seen, delete, grace_s, is_named, codes))
@@ -56,6 +57,10 @@ def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as
     else:
         _put(shown, paths, notes, delete=delete)
     return UNSOUND if UNSOUND in codes else max(codes)
+
+
+def _is_note(state: State) -> bool:
+    return bool(state.text) and not state.is_export
 
 
 def _looked_at(
@@ -78,11 +83,7 @@ def _looked_at(
         elif seen.state.kind == "removed":
             yield from _left(seen.path, delete, grace_s, "waiting", seen.state.text)
         else:
-            names = [] if seen.look is None or delete else seen.look.names
-            alone = ranks_without_metadata(names)
-            way = f"{command('repair', seen.path)} may make it anew"
-            text = f"'{alone[0]}' is of a rank whose metadata is not there: {way}" if alone else ""
-            yield from _left(seen.path, delete, grace_s, text=text)
+            yield from _left(seen.path, delete, grace_s)
     except DcpxError as error:
         with suppress(StorageError):
             if seen.place is not None and state_at(seen.path).kind != seen.state.kind:
@@ -95,7 +96,12 @@ def _left(
     path: Location, delete: bool, grace_s: float | None, state: str = "left", text: str = ""
 ) -> Iterator[_Row]:
     """Yields what has gone, and what stays and why."""
-    left = find_leftovers(path).files
+    found = find_leftovers(path)
+    if found.kept:
+        way = f"{command('repair', path)} may make it anew; else remove them by hand"
+        why = f"'{next(iter(found.kept))}' is of a rank whose metadata is not there: {way}"
+        yield _row(path, "kept", found.kept, why)
+    left = found.files
     gone = remove_leftovers(path, grace_s).files if left and delete else {}
     if gone:
         yield _row(path, "removed", gone, "")

@@ -35,7 +35,7 @@ def show(
         for each in found.saves:
             _put(each, limit, with_parts)
         put_written(page)
-    return UNSOUND if found.faults or found.state == "damaged" else FINE
+    return UNSOUND if found.faults else FINE
 
 
 def _json(found: Described, with_parts: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`dcpx ls`, `dcpx verify` and `dcpx repair`: print what the library returns."""
+"""`dcpx verify` and `dcpx repair`: print what the library returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch_dcpx._text import age_text, counted
+from torch_dcpx._text import counted
 from torch_dcpx.cli.output import (
     CANNOT,
     FINE,
@@ -18,14 +18,13 @@ from torch_dcpx.cli.output import (
     put_json,
     put_lines,
     put_problem,
-    put_table,
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint, open_contents
 from torch_dcpx.integrity.facts import Facts, facts_of_export
 from torch_dcpx.integrity.findings import RepairReport
-from torch_dcpx.integrity.repair import repair
+from torch_dcpx.integrity.repair import accepting, repair
 from torch_dcpx.integrity.states import Seen, State, state_at, state_of, walk
 from torch_dcpx.integrity.verify import verify
 from torch_dcpx.integrity.way_out import settled
@@ -34,57 +33,7 @@ from torch_dcpx.reader.safetensors import names_file
 from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.inspect import described
-from torch_dcpx.views.ls import Listing, listed, ls
-
-
-def show(
-    path: Location,
-    *,
-    with_all: bool,
-    newest: bool = False,
-    max_age_s: float | None = None,
-    as_json: bool,
-) -> int:
-    """Prints the checkpoints at `path`. Returns the exit code.
-
-    Raises: StorageError: it cannot be listed; of a URL, nothing is there.
-    """
-    found = ls(path, with_all=with_all)
-    if newest:
-        return _show_newest(path, found, max_age_s, as_json=as_json)
-    if as_json:
-        put_json(found.checkpoints)
-    elif found.checkpoints:
-        put_table(*found.table())
-        put_lines(found.notes)
-    else:
-        put_lines([found.head()])
-    states = {each.state for each in found.checkpoints}
-    if states & {"damaged", "unfinished"}:
-        return UNSOUND
-    return CANNOT if "unreadable" in states else FINE
-
-
-def _show_newest(path: Location, found: Listing, max_age_s: float | None, *, as_json: bool) -> int:
-    """Prints the newest committed one. Returns the exit code: 1 where it is older than wanted."""
-    one = found.newest
-    if one is None:
-        text = f"'{path}' holds no committed checkpoint ({found.head().rpartition(': ')[2]})"
-        raise StorageError(text, errno=errno.ENOENT, path=str(path))
-    if as_json:
-        put_json(one)
-    else:
-        put_table(*Listing(found.path, (one,)).table())
-    if max_age_s is None:
-        return FINE
-    if one.age_s is None:
-        put_problem(f"'{one.path}': nobody knows when it was saved")
-        return CANNOT
-    if one.age_s > max_age_s:
-        text = f"the newest committed one, '{one.path}', was saved {age_text(one.age_s)}"
-        put_problem(f"{text}: more than {max_age_s:g} s")
-        return UNSOUND
-    return FINE
+from torch_dcpx.views.ls import listed
 
 
 class _Verified(NamedTuple):
@@ -136,13 +85,17 @@ def _seen_at(path: Location) -> Iterator[Seen | None]:
     is_any = False
     for seen in walk(path):
         is_any = is_any or seen.state.kind != "none"
-        if seen.state.kind != "none" or seen.state.text:
+        if seen.state.kind != "none" or (seen.state.text and not _is_own(seen, path)):
             yield seen
     if not is_any:
         with open_contents(path) as contents:
             is_export = contents.artifact is not None
         if is_export:
             yield None
+
+
+def _is_own(seen: Seen, path: Location) -> bool:
+    return seen.state.is_export and seen.path == path
 
 
 def _verified(
@@ -175,7 +128,6 @@ def _verified(
         now = state_at(where)
         if now.kind in ("saving", "removed", "none"):  # meanwhile
             return _unverified(seen, now, is_named=where == path)
-        row["state"] = "damaged" if row["state"] == "committed" else row["state"]
     code = FINE if report.ok else UNSOUND
     return _Verified(code, str(report).splitlines(), row, "whole" if report.ok else "with faults")
 
@@ -244,4 +196,8 @@ def run_repair(path: Location, *, as_json: bool, **arguments: Any) -> int:
         put_json({"assumptions": report.assumptions, **vars(report)})
     else:
         put_lines(str(report).splitlines())
-    return UNSOUND if report.assumptions and not arguments["accept_assumptions"] else FINE
+    if not report.assumptions or arguments["accept_assumptions"]:
+        return FINE
+    line = accepting(path, arguments["files"], arguments["rank_local"])
+    put_problem(f"nothing was written: where you know what is assumed, {line} writes it")
+    return UNSOUND

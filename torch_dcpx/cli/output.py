@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import PurePath
@@ -109,7 +109,7 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
             code = function(*args, **kwargs)
         except (DcpxError, OSError) as error:
             put_error(error, as_json=bool(kwargs.get("as_json")))
-            code = exit_code(error)
+            code = CANNOT if _is_asked(error, kwargs) else exit_code(error)
         except KeyboardInterrupt:
             put_problem("interrupted")
             code = INTERRUPTED
@@ -120,6 +120,15 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
         sys.exit(code)
 
     return click.option("--json", "as_json", is_flag=True, help="print JSON")(run)
+
+
+def _is_asked(error: Exception, arguments: Mapping[str, Any]) -> bool:
+    """Returns whether an error says that what an argument names is not there."""
+    asked = (
+        one for each in arguments.values() for one in (each if type(each) is tuple else [each])
+    )
+    is_lost = getattr(error, "errno", None) in (errno.ENOENT, errno.ENOTDIR)
+    return is_lost and str(getattr(error, "path", "")) in set(map(str, asked))
 
 
 def put_error(error: Exception, *, as_json: bool) -> None:
@@ -144,8 +153,7 @@ def _is_of_lost_file(error: Exception) -> bool:
     if not isinstance(error, StorageError) or error.errno != errno.ENOENT:
         return False
     path = str(error.path)
-    is_shard = "://" not in path and _SHARD.search(path)  # a URL may be what was asked about
-    return is_data_file_name(PurePath(path).name) or bool(is_shard)
+    return is_data_file_name(PurePath(path).name) or _SHARD.search(path) is not None
 
 
 def _is_unfinished(error: NotCommittedError) -> bool:

@@ -103,6 +103,7 @@ def verify_artifact(
         metadata_files=(name,),
         files=looked.files,
         items=looked.items,
+        parts=looked.parts,
         checked_bytes=job.done_bytes,
         metadata_s=summed - began,
         sum_s=ended - summed,
@@ -117,6 +118,7 @@ class _Looked(NamedTuple):
     findings: list[Finding]
     files: int
     items: int
+    parts: int
     ranges: ItemRanges | None = None
 
 
@@ -137,9 +139,9 @@ def _of_torch(contents: Contents, job: _C.VerifyJob, safe_globals: Sequence[Any]
     except DcpxError as error:
         if not findings:
             findings.append(_error_of(error, name))
-        return _Looked(findings, 0, items)
+        return _Looked(findings, 0, items, items)
     findings += [of_raw(raw, name, ranges) for raw in map(RawFinding._make, raws)]
-    return _Looked(findings, 1, items, ranges)
+    return _Looked(findings, 1, items, items, ranges)
 
 
 def _of_safetensors(directory: Place, name: str) -> _Looked:
@@ -152,7 +154,7 @@ def _of_safetensors(directory: Place, name: str) -> _Looked:
         except UnsupportedError:
             raise
         except DcpxError as error:
-            return _Looked([_error_of(error, name)], 0, 0)
+            return _Looked([_error_of(error, name)], 0, 0, 0)
     held: dict[str, dict[str, StoredTensor]] = {}
     for file in files_of(directory, name, weight_map):
         try:
@@ -182,7 +184,8 @@ def _of_safetensors(directory: Place, name: str) -> _Looked:
             f"'{file}' is of safetensors, which hold no checksums: {nbytes} B are not compared"
         )
         findings.append(file_finding("unchecked", file, message))
-    return _Looked(findings, len(held), sum(map(len, held.values())))
+    items, parts = len(set().union(*held.values())), sum(map(len, held.values()))
+    return _Looked(findings, len(held), items, parts)
 
 
 def _error_of(error: DcpxError, name: str) -> Finding:

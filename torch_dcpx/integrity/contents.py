@@ -1,6 +1,7 @@
 """Reads a checkpoint's directory and metadata, but no data.
 
-`verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here.
+`verify`, `repair`, `dcpx ls`, `dcpx inspect` and the manager all begin here. Without torch, but for
+`read_commit`.
 """
 
 from __future__ import annotations
@@ -8,19 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch_dcpx.errors import CorruptionError, NotCommittedError
 from torch_dcpx.integrity.states import opened
-from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
+from torch_dcpx.metadata.brief import RECORD_ITEM, Brief, brief_of
 from torch_dcpx.reader.hints import add_repair
 from torch_dcpx.reader.safetensors import file_among, names_file
 from torch_dcpx.storage.names import METADATA_NAME, Look, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
 from torch_dcpx.storage.paths import checked_location
 from torch_dcpx.storage.place import Place
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from torch_dcpx.metadata.file import CheckpointMetadata
 
 _WAY_OUT = "copy or mount it, and name the directory"
 
@@ -85,12 +89,38 @@ def commits_among(names: Iterable[str]) -> list[str]:
 
 def read_commit(directory: Place, name: str) -> CheckpointMetadata:
     """Reads a file of metadata. Raises as `open_small` of the place and `decode_metadata`."""
-    with directory.open_small(name) as file:
-        try:
-            return decode_metadata(file, str(directory.path / name))
-        except CorruptionError as error:
-            add_repair(error, directory.path, directory.names())
-            raise
+    from torch_dcpx.metadata.file import decode_metadata
+
+    with directory.open_small(name) as file, _leading_to_repair(directory):
+        return decode_metadata(file, str(directory.path / name))
+
+
+def read_brief(directory: Place, name: str) -> Brief:
+    """As `read_commit`, but what a look asks for alone; without torch, where it can be."""
+    with directory.open_small(name) as file, _leading_to_repair(directory):
+        found = brief_of(file, str(directory.path / name))
+    return found or brief_from(read_commit(directory, name))
+
+
+def brief_from(found: CheckpointMetadata) -> Brief:
+    """Returns the brief of decoded metadata."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    metadata, is_ours = found.metadata, found.files is not None
+    at = (metadata.storage_data or {}).get(MetadataIndex(RECORD_ITEM)) if is_ours else None
+    record = None if at is None else (at.relative_path, at.offset, at.length)
+    items = len(metadata.state_dict_metadata)
+    return Brief(found.save_id, items, wanted_sizes(found), is_ours, record)
+
+
+@contextmanager
+def _leading_to_repair(directory: Place) -> Iterator[None]:
+    """Adds to the error of damaged metadata what may mend it."""
+    try:
+        yield
+    except CorruptionError as error:
+        add_repair(error, directory.path, directory.names())
+        raise
 
 
 def wanted_sizes(found: CheckpointMetadata) -> dict[str, int]:

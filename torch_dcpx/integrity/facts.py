@@ -1,4 +1,6 @@
-"""Answers what a monitor asks: a checkpoint's step, when it was saved, by how many ranks, whom."""
+"""Answers what a monitor asks: a checkpoint's step, when it was saved, by how many ranks, whom, and
+whether the files that its metadata names are there. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,14 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
-
 from torch_dcpx._native import _C
 from torch_dcpx.errors import DcpxError
-from torch_dcpx.integrity.states import Kind, State, utc_text
-from torch_dcpx.metadata.file import CheckpointMetadata
+from torch_dcpx.integrity.states import Kind, State, ranks_without_metadata, utc_text
+from torch_dcpx.metadata.brief import Brief
 from torch_dcpx.storage.names import METADATA_NAME, PIN_NAME, Look, data_file_parts, step_in
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place
 
-_RECORD_ITEM = "dcpx.manager"  # a manager's record, as manager/stored.py writes it
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_STEP = 10**18
 
@@ -32,9 +31,7 @@ class Facts(NamedTuple):
     save_id: str = ""  # "": unknown
 
 
-def facts_of(
-    place: Place, look: Look, state: State, commits: Sequence[CheckpointMetadata] = ()
-) -> Facts:
+def facts_of(place: Place, look: Look, state: State, commits: Sequence[Brief] = ()) -> Facts:
     """Returns what a place and its metadata say. Reads one small item of a manager's checkpoint.
 
     Args:
@@ -73,29 +70,80 @@ def _number(record: Any, name: str) -> int | None:
     return value if type(value) is int and 0 <= value < _MAX_STEP else None
 
 
-def _record(place: Place, found: CheckpointMetadata) -> Any:
+def _record(place: Place, found: Brief) -> Any:
     """Returns a manager's record, None where there is none, or none that can be read."""
-    stored = found.metadata.storage_data or {}
-    where = stored.get(MetadataIndex(_RECORD_ITEM))
-    if found.files is None or where is None or where.relative_path not in found.files:
+    if found.record is None:
         return None
-    if where.offset < 0 or not 0 < where.length <= _MAX_RECORD_BYTES:
+    name, offset, nbytes = found.record
+    if name not in found.sizes or offset < 0 or not 0 < nbytes <= _MAX_RECORD_BYTES:
         return None
     try:
-        (data,) = place.read_at(where.relative_path, [where.offset], where.length)
+        (data,) = place.read_at(name, [offset], nbytes)
         (text,) = _C.plain_values([data])
         return json.loads(text) if isinstance(text, str) else None
     except (DcpxError, ValueError, RecursionError):
         return None
 
 
-def _ranks_of(look: Look, commits: Sequence[CheckpointMetadata]) -> int | None:
+def _ranks_of(look: Look, commits: Sequence[Brief]) -> int | None:
     """Returns how many ranks have written data files; None where their names do not say it."""
     names: set[str] = set()
     for found in commits:
-        stored = found.metadata.storage_data or {}
-        names.update(found.files or (info.relative_path for info in stored.values()))
-        if found.files is None:  # stock leaves an empty one for a rank without data
+        names.update(found.sizes)
+        if not found.is_exact:  # stock leaves an empty one for a rank without data
             names.update(name for name in look.names if look.size(name) == 0)
     parts = filter(None, map(data_file_parts, names))
     return max((rank + 1 for rank, _, _ in parts), default=None)
+
+
+# ---- The files that metadata names ---------------------------------------------------------------
+
+
+class Files(NamedTuple):
+    """What lies there of the files that metadata names, by their names and sizes alone."""
+
+    sizes: dict[str, int]  # bytes of each that is named; 0 of a missing one
+    missing: int = 0  # no regular file
+    short: int = 0
+    long: int = 0  # of ours, whose metadata says each size
+    faults: tuple[str, ...] = ()  # each in words
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each file is there, and at least as long as the last byte recorded in it."""
+        return not self.faults
+
+    def __str__(self) -> str:
+        counts = len(self.sizes), self.missing, self.short, self.long
+        return files_text(*counts, is_whole=self.is_whole)
+
+
+def files_text(files: int, *wrong: int, is_whole: bool) -> str:
+    """Returns "whole", or "1 of 2 missing, 1 short". `wrong`: missing, short, too long ones."""
+    counts = zip(wrong, ("missing", "short", "too long"), strict=True)
+    texts = [f"{count} {word}" for count, word in counts if count]
+    if not texts:
+        return "whole" if is_whole else "a rank's metadata missing"
+    (count, word), *more = (text.split(" ", 1) for text in texts)
+    return ", ".join([f"{count} of {files} {word}", *map(" ".join, more)])
+
+
+def files_of(look: Look, commits: Sequence[Brief]) -> Files:
+    """Compares the files that metadata names with those of one listing. Reads no data."""
+    sizes: dict[str, int] = {}
+    faults: list[str] = []
+    counts = {"missing": 0, "short": 0, "long": 0}
+    for brief in commits:
+        for name, wanted in sorted(brief.sizes.items()):
+            found = look.size(name)
+            sizes[name] = found or 0
+            if found is None:
+                counts["missing"] += 1
+                is_there = name in look.names  # a directory, a link
+                faults.append(f"'{name}' is {'no regular file' if is_there else 'missing'}")
+            elif found != wanted if brief.is_exact else found < wanted:
+                counts["short" if found < wanted else "long"] += 1
+                faults.append(f"'{name}' has {found} B, {wanted} B were written")
+    alone = ranks_without_metadata(look.names)
+    faults += [f"'{name}' is of a rank whose metadata is not there" for name in alone]
+    return Files(sizes, **counts, faults=tuple(faults))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
@@ -81,7 +81,8 @@ class VerifyReport:
         findings: faults and notes, by file and offset.
         metadata_files: the files that commit the checkpoint.
         files: data files that were read.
-        items: stored tensors, shards and Python objects that the metadata names.
+        items: names of tensors and Python objects.
+        parts: what these are stored in: whole tensors, shards and objects.
         checked_bytes: bytes that were compared with a checksum.
         metadata_s: seconds for `.metadata`, footers and their comparison.
         sum_s: seconds for reading and summing the data files.
@@ -94,6 +95,7 @@ class VerifyReport:
     metadata_files: tuple[str, ...]
     files: int
     items: int
+    parts: int
     checked_bytes: int
     metadata_s: float
     sum_s: float
@@ -125,7 +127,10 @@ class VerifyReport:
             parts.append("form (names, shapes, dtypes, sizes)")
         lacking = ", no bytes" if parts and not self.checked_bytes else ""
         lacking = ", no form" if parts and not self.is_form_compared else lacking
-        if self.checked_bytes and any(note.kind == "unchecked" for note in self.notes):
+        unchecked = [note for note in self.notes if note.kind == "unchecked"]
+        if any(note.fqns and note.offset is None for note in unchecked):
+            lacking += ", form not of all: see the notes"
+        elif self.checked_bytes and unchecked:
             lacking += ", not all: see the notes"
         return (" and ".join(parts) or "neither bytes nor form") + lacking
 
@@ -141,7 +146,7 @@ class VerifyReport:
         faults = len(self.faults)
         verdict = "is whole" if self.ok else f"has {counted(faults, 'fault')}"
         lines = [
-            f"'{printable(self.path)}' {verdict}: {counted(self.items, 'part')} in "
+            f"'{printable(self.path)}' {verdict}: {counted(self.parts, 'part')} in "
             f"{counted(self.files, 'file')}, "
             f"{human_bytes(self.checked_bytes)} compared with their checksums in "
             f"{self.total_s:.2f} s ({self.gb_per_s:.2f} GB/s)",
@@ -192,6 +197,12 @@ def file_finding(
     return Finding(kind, file, offset, nbytes, tuple(fqns), expected, found, message)
 
 
+def led_on(finding: Finding, way: str) -> Finding:
+    """Returns a finding that says what can be done, too; `way` may say what is wrong once more."""
+    way = way.rpartition(f"{finding.message}; ")[2]
+    return replace(finding, message=f"{finding.message}; {way}") if way else finding
+
+
 def of_raw(raw: RawFinding, name: str, items: ItemRanges | None) -> Finding:
     """Returns a finding of C++'s."""
     return file_finding(
@@ -228,7 +239,8 @@ class RepairedMetadata:
             save, or the "footers" of the data files alone.
         save_id: the save's own, if whole columns or footers hold it; else a new one.
         files: the data files that it names.
-        items: number of tensors, shards and Python objects that it names.
+        items: names of tensors and Python objects.
+        parts: what these are stored in: whole tensors, shards and objects.
         assumed: conditions that nothing in the directory could prove.
     """
 
@@ -237,6 +249,7 @@ class RepairedMetadata:
     save_id: str
     files: tuple[str, ...]
     items: int
+    parts: int
     assumed: tuple[str, ...]
 
 
@@ -263,7 +276,7 @@ class RepairReport:
         verb, path = "would make" if self.is_dry_run else "made", printable(self.path)
         lines = []
         for one in self.repaired:
-            held = f"{counted(one.items, 'part')} in {counted(len(one.files), 'file')}"
+            held = f"{counted(one.parts, 'part')} in {counted(len(one.files), 'file')}"
             lines.append(f"{verb} '{one.name}' in '{path}' of the {one.source}: {held}")
             lines += [f"  assumed: {text}" for text in one.assumed]
         return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 Our next save to a directory removes them there as well. A file is a leftover only by the exact form
 of name that a save gives. Where a directory holds no metadata, every data file is one, also of a
-checkpoint whose `.metadata` was lost: the caller must have named that directory.
+checkpoint whose `.metadata` was lost: the caller must have named that directory. What a repair
+could use of a rank whose own metadata was lost beside those of others is none.
 
 A store has no locks that would show a save under way: there only what is older than a grace goes.
 """
@@ -10,11 +11,14 @@ A store has no locks that would show a save under way: there only what is older 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError, must_be
+from torch_dcpx.integrity.compare import look_at_file
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint
+from torch_dcpx.integrity.states import ranks_without_metadata
+from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -40,6 +44,7 @@ class Leftovers(NamedTuple):
     is_committed: bool  # it holds metadata
     is_removed: bool  # it held a checkpoint that a manager has removed
     files: dict[str, int]  # bytes by name
+    kept: dict[str, int]  # of ranks whose metadata a repair could make anew
 
     @property
     def nbytes(self) -> int:
@@ -135,4 +140,17 @@ def _found(place: Place) -> Leftovers:
         names |= {name for name in entries if name in _MARKS or is_probe_name(name)}
         sizes = {name: entries[name].nbytes for name in sorted(names) if name in entries}
     is_committed, is_removed = bool(commits_among(there)), TOMBSTONE_NAME in there
-    return Leftovers(str(place.path), is_committed, is_removed, sizes)
+    kept = {name: sizes.pop(name) for name in _usable(place, there) if name in sizes}
+    return Leftovers(str(place.path), is_committed, is_removed, sizes, kept)
+
+
+def _usable(place: Place, names: Collection[str]) -> Iterator[str]:
+    """Yields the files of ranks that lack metadata, and of which each has a whole footer."""
+    of_rank: dict[str, list[str]] = {}
+    for name in ranks_without_metadata(list(names)):
+        of_rank.setdefault(name.split("_")[2], []).append(name)
+    job = place.verify_job(ReadOptions()) if of_rank else None
+    for files in of_rank.values():
+        found = [look_at_file(job, name)[0] for name in files] if job else []
+        if all(one is not None and one.tail is not None and one.rows is not None for one in found):
+            yield from files

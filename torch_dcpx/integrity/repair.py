@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def repair(
             report = RepairReport(str(directory.path), reports, dry_run)
             if not dry_run:
                 if not accept_assumptions:
-                    _refuse_assumed(report)
+                    _refuse_assumed(report, files, rank_local)
                 for one in made:
                     publish(
                         directory,
@@ -157,14 +158,26 @@ def _refuse_state(directory: Place, *, is_named: bool) -> None:
         raise RepairError(f"repair '{path}': {why}", path=path)
 
 
-def _refuse_assumed(report: RepairReport) -> None:
+def accepting(
+    path: str | os.PathLike[str], files: Sequence[str] | None, rank_local: bool | None
+) -> str:
+    """Returns the same repair, of `dcpx`, with its assumptions accepted."""
+    words = ["repair", "--accept-assumptions"]
+    words += [] if rank_local is None else ["--rank-local" if rank_local else "--all-ranks"]
+    words += [f"--file {shlex.quote(name)}" for name in files or ()]
+    return command(" ".join(words), path)
+
+
+def _refuse_assumed(
+    report: RepairReport, chosen: Sequence[str] | None, rank_local: bool | None
+) -> None:
     """Raises RepairError where something had to be assumed."""
     if report.assumptions:
         files = [file for one in report.repaired if one.assumed for file in one.files]
         raise RepairError(
             f"repair '{report.path}': nothing was written, for the files prove a checkpoint only "
             f"if {'; if '.join(report.assumptions)}. Where you know that, say so: "
-            f"{command('repair --accept-assumptions', report.path)}, or "
+            f"{accepting(report.path, chosen, rank_local)}, or "
             "repair(..., accept_assumptions=True)",
             path=report.path,
             candidates=tuple(files),
@@ -183,9 +196,10 @@ class _Made(NamedTuple):
     assumed: list[str]
 
     def report(self) -> RepairedMetadata:
-        paths, items = tuple(file.path for file in self.files), len(self.metadata.storage_data)
+        metadata, paths = self.metadata, tuple(file.path for file in self.files)
+        counts = len(metadata.state_dict_metadata), len(metadata.storage_data)
         return RepairedMetadata(
-            self.name, self.source, self.save_id, paths, items, tuple(self.assumed)
+            self.name, self.source, self.save_id, paths, *counts, tuple(self.assumed)
         )
 
 
@@ -230,8 +244,12 @@ class _Repair:
 
         A file of ours that was cut behind its pickle is not good, though stock reads it.
         """
-        data = self._directory.read_small(name)
         path = str(self._directory.path / name)
+        try:
+            data = self._directory.read_small(name)
+        except CorruptionError as error:  # no regular file
+            way = f"move it away, and {command('repair', self._directory.path)} may make it anew"
+            raise self._refusal(name, f"{error}; {way}", [name]) from error
         try:
             found = decode_metadata(data, path, safe_globals=self._safe_globals)
         except UnsafePickleError:

@@ -25,9 +25,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
-from torch_dcpx._text import counted
+from torch_dcpx._text import age_text, counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
-from torch_dcpx.reader.hints import absent
+from torch_dcpx.reader.hints import absent, command
+from torch_dcpx.reader.safetensors import file_among
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import (
     LOCK_NAME,
@@ -36,6 +37,7 @@ from torch_dcpx.storage.names import (
     Look,
     data_file_parts,
     holds_checkpoint,
+    index_kind,
     is_data_file_name,
     is_metadata_name,
     is_rank_lock,
@@ -44,7 +46,7 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.place import Place, open_place
+from torch_dcpx.storage.place import Place, PosixPlace, open_place
 from torch_dcpx.storage.root_record import ObjectRecord
 from torch_dcpx.storage.save_lock import owner_of
 
@@ -67,6 +69,7 @@ class State(NamedTuple):
     saving: str = ""  # who saves there now
     is_young: bool = False  # unfinished in a store: a save may be under way
     error: DcpxError | None = None  # of an unreadable one
+    is_export: bool = False  # of no checkpoint: safetensors lie there
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,18 @@ def _state(place: Place, look: Look, saving: str) -> State:
         return State("none")
     files = counted(sum(map(is_data_file_name, names)), "data file")
     youngest = _youngest(look)
-    is_young = place.is_object and youngest is not None and time.time() - youngest < _YOUNG_S
-    return State("unfinished", f"{files} of a save that did not end", is_young=is_young)
+    text, age_s = f"{files} of a save that did not end", time.time() - (youngest or 0.0)
+    is_young = age_s < _YOUNG_S and not (isinstance(place, PosixPlace) and _has_record(look))
+    if is_young:
+        when = age_text(max(0.0, age_s))
+        text += f", the last one changed {when}: a save that takes no lock may be under way"
+    return State("unfinished", text, is_young=is_young and place.is_object)
+
+
+def _has_record(look: Look) -> bool:
+    """Whether a save has noted itself there that nobody holds any more: it was killed."""
+    locks = [name for name in look.names if name == LOCK_NAME or is_rank_lock(name)]
+    return any(look.size(name) for name in locks)
 
 
 def _youngest(look: Look) -> float | None:
@@ -248,6 +261,9 @@ def walk(path: Location) -> Iterator[Seen]:
     if budget[0] < 0:
         text = f"no more than {_MOST_BENEATH} directories two levels down were looked into"
         yield Seen(path.name or str(path), path, State("none", text))
+    own = _no_checkpoint(path, look.names)
+    if own.is_export:
+        yield Seen(path.name or str(path), path, own)
 
 
 def opened(where: Location, text: str = "") -> Place:
@@ -270,12 +286,14 @@ def in_order(name: str) -> list[str | int]:
 
 def _beneath(path: Location, name: str, budget: list[int], *, is_last: bool) -> Iterator[Seen]:
     names: list[str] = []
+    none = State("none")
     try:
         with open_place(path) as place:
             state, look = state_of(place)
             if state.kind != "none":
                 yield Seen(name, path, state, place, look)
                 return
+            none = _no_checkpoint(path, look.names)
             if not is_last and not _is_link(path):
                 names = look.beneath()
     except StorageError as error:
@@ -288,11 +306,25 @@ def _beneath(path: Location, name: str, budget: list[int], *, is_last: bool) -> 
         if budget[0] < 0:
             break
         for seen in _beneath(path / each, f"{name}/{each}", budget, is_last=True):
-            if seen.state.kind != "none":
+            if seen.state.kind != "none" or seen.state.is_export:
                 has_any = True
                 yield seen
-    if not (has_any or is_last):
-        yield Seen(name, path, State("none"))
+    if none.is_export or not (has_any or is_last):
+        yield Seen(name, path, none)
+
+
+def _no_checkpoint(path: Location, names: Sequence[str]) -> State:
+    """Returns the state of a place without one, which leads on to the export there."""
+    files = [name for name in names if name.endswith(".safetensors") or index_kind(name)]
+    if not files:
+        return State("none")
+    where = path
+    try:
+        file_among(path, names)
+    except NotCommittedError:  # several, or a part
+        where = path / min(files)
+    text = f"no checkpoint, but an export: {command('inspect', where)} shows it"
+    return State("none", text, is_export=True)
 
 
 def _unreadable(path: Location, error: StorageError) -> State:

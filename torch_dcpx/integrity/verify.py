@@ -30,10 +30,10 @@ from torch_dcpx.integrity.compare import (
     read_checkpoint,
 )
 from torch_dcpx.integrity.contents import commits_among, open_contents
-from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, of_raw
+from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, led_on, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.integrity.states import state_of
-from torch_dcpx.integrity.way_out import settled
+from torch_dcpx.integrity.way_out import mending, settled
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.reader.hints import beneath
 from torch_dcpx.storage.names import (
@@ -102,6 +102,7 @@ def verify(
         metadata_files=tuple(run.commits),
         files=sum(one.is_there for one in run.looked.values()),
         items=run.items,
+        parts=run.parts,
         checked_bytes=run.checked_bytes,
         metadata_s=looked - began,
         sum_s=ended - looked,
@@ -122,6 +123,7 @@ class _Run:
     findings: list[Finding] = field(default_factory=list)
     commits: Sequence[str] = ()
     items: int = 0
+    parts: int = 0
     checked_bytes: int = 0
     is_form_compared: bool = False
 
@@ -132,7 +134,8 @@ class _Run:
         known = [found for found in map(self._read, self.commits) if found is not None]
         self.is_form_compared = bool(known) and len(known) == len(self.commits)
         for checkpoint in known:
-            self.items += len(checkpoint.metadata.storage_data)
+            self.items += len(checkpoint.metadata.state_dict_metadata)
+            self.parts += len(checkpoint.metadata.storage_data)
             for name in dict.fromkeys([*(checkpoint.files or ()), *checkpoint.items]):
                 if name not in self.looked:
                     self._add(name, look_at_named(self.directory, self.job, checkpoint, name))
@@ -168,6 +171,8 @@ class _Run:
 
     def _read(self, name: str) -> StoredCheckpoint | None:
         checkpoint, findings, nbytes = read_checkpoint(self.directory, name, self.safe_globals)
+        if checkpoint is None and findings[-1].kind in ("metadata", "file"):
+            findings[-1] = led_on(findings[-1], mending(self.directory))
         self.findings += findings
         if checkpoint is not None and checkpoint.files is not None:
             self.checked_bytes += nbytes
@@ -179,13 +184,15 @@ class _Run:
 
     def _note_leftovers(self, names: Iterable[str]) -> None:
         """Notes files that nothing names; of a rank without metadata that is a fault."""
-        commits = set(self.commits)
+        commits, ways = set(self.commits), dict[str, str]()
         for name in sorted(names):
             rank = name.removeprefix("__").split("_")[0].split(".")[0]
             own = f"__{rank}{METADATA_NAME}"
             if METADATA_NAME not in commits and rank.isdigit() and own not in commits:
                 message = f"'{name}' is of rank {rank}, of which there is no '{own}'"
-                self.findings.append(file_finding("uncommitted", name, message))
+                found = file_finding("uncommitted", name, message)
+                ways.setdefault(own, mending(self.directory) if not ways else "")
+                self.findings.append(led_on(found, ways[own]))
             elif not (is_data_file_name(name) and self.look.size(name) == 0):
                 # Stock leaves an empty one for a rank that has nothing to write.
                 message = f"'{name}' is named by no metadata that counts: of a save that failed or "

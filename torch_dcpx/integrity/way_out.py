@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from torch_dcpx.errors import DcpxError, RepairError
-from torch_dcpx.integrity.repair import repair
 from torch_dcpx.integrity.states import Kind, State, opened, state_of
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.names import METADATA_NAME, is_data_file_name, is_rank_lock
@@ -22,7 +21,7 @@ def settled(directory: Place, state: State, names: Sequence[str]) -> State:
         return state
     is_help, text = _way_out(directory, names)
     if state.is_young and not is_help:
-        text = f"{state.text}, or a save is under way: the objects are young"
+        text = f"{state.text}: the objects are young"
         return State("saving", text, "objects are young")
     return state._replace(text=f"{state.text}; {text}")
 
@@ -34,8 +33,24 @@ def kind_at(where: Location) -> Kind:
         return settled(place, state, look.names).kind
 
 
+def mending(directory: Place) -> str:
+    """Returns what mends metadata that are there and damaged, "" where nobody can tell."""
+    from torch_dcpx.integrity.repair import repair  # which imports torch
+
+    path = str(directory.path)
+    try:
+        needs = repair(path, dry_run=True).assumptions
+    except RepairError as error:
+        return f"it cannot be mended as it is: {error}"
+    except DcpxError:
+        return ""
+    return f"{command('repair --accept-assumptions' if needs else 'repair', path)} makes it anew"
+
+
 def _way_out(directory: Place, names: Sequence[str]) -> tuple[bool, str]:
     """Returns whether a repair can help, or may, and what can be done."""
+    from torch_dcpx.integrity.repair import repair  # which imports torch
+
     path = str(directory.path)
     wrong: tuple[str, ...] = ()
     try:

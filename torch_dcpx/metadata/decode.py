@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch_dcpx._compat import DTYPES, LAYOUTS, TORCH_VERSION
 from torch_dcpx._native import _C
 from torch_dcpx.errors import DcpxError, UnsupportedError
+from torch_dcpx.metadata.brief import optional_str
 from torch_dcpx.metadata.columns import I64_MAX, ColumnReader
 from torch_dcpx.metadata.lazy import (
     MANY_PLACES,
@@ -27,7 +28,6 @@ from torch_dcpx.metadata.lazy import (
     stored_paths,
 )
 from torch_dcpx.metadata.stock_classes import MEMORY_FORMATS
-from torch_dcpx.storage.names import FileEntry, id_bytes
 
 _ENDLESS = "a range ends beyond 2**63 - 1"
 
@@ -156,28 +156,6 @@ def open_planner(columns: ColumnReader, strings: list[str]) -> StoredPaths:
         are_full = have_full_lists(paths, stored)
         columns.require(are_full, "a list index that the names cannot fill", "planner_value")
     return paths
-
-
-def decode_files(columns: ColumnReader, strings: list[str]) -> dict[str, FileEntry]:
-    """Returns the file table by path."""
-    paths = [strings[number] for number in columns.i64("file_path", None, high=len(strings) - 1)]
-    ids = columns.u8("file_id", 16 * len(paths))
-    sizes = columns.i64("file_bytes", len(paths))
-    crcs = columns.i64("file_crc", len(paths), high=(1 << 32) - 1)
-    save_id = id_bytes(columns.header.get("save_id"))
-    files = {
-        path: FileEntry(path, ids[16 * number : 16 * number + 16], nbytes, crc, save_id)
-        for number, (path, nbytes, crc) in enumerate(zip(paths, sizes, crcs, strict=True))
-    }
-    columns.require(len(files) == len(paths), "a file is there twice", "file_path")
-    return files
-
-
-def optional_str(columns: ColumnReader, values: dict[str, Any], name: str) -> str | None:
-    """Returns value `name` of the header or of a dict in it: a string or null, never missing."""
-    value: str | None = values.get(name, 0)
-    columns.require(value is None or type(value) is str, f"the header's {name!r} is no string")
-    return value
 
 
 def decode_storage_meta(columns: ColumnReader) -> StorageMeta | None:

@@ -10,11 +10,10 @@ docs/reference/format.md specifies every byte.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -24,14 +23,9 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._native import _C
 from torch_dcpx._version import __version__
 from torch_dcpx.errors import CorruptionError, DcpxError, PlanError
+from torch_dcpx.metadata.brief import decode_files, digest_of, optional_str
 from torch_dcpx.metadata.columns import ColumnReader, encode_body
-from torch_dcpx.metadata.decode import (
-    decode_files,
-    decode_storage_meta,
-    open_columns,
-    open_planner,
-    optional_str,
-)
+from torch_dcpx.metadata.decode import decode_storage_meta, open_columns, open_planner
 from torch_dcpx.metadata.encode import encode_columns, stock_storage_meta
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import (
@@ -159,7 +153,7 @@ def decode_metadata(
         if not has_tail(content):
             whole = content.whole()
             metadata = _load_stock(whole, path, safe_globals, trusted)
-            return CheckpointMetadata(metadata, _digest([whole]), None)
+            return CheckpointMetadata(metadata, digest_of([whole]), None)
         pickle_bytes, pickle_crc, columns = check_tail(content, path)
         pickled: Metadata | None = None
         has_planner = columns.header.get("planner_data") == "pickle"
@@ -172,7 +166,7 @@ def decode_metadata(
         found = _of_columns(columns, pickled)
         if has_plans and pickled is not None:
             vars(found.metadata).update(all_local_plans=vars(pickled).get("all_local_plans"))
-        return found._replace(save_id=found.save_id or _digest(content.pieces(content.nbytes)))
+        return found._replace(save_id=found.save_id or digest_of(content.pieces(content.nbytes)))
 
 
 def _of_columns(columns: ColumnReader, pickled: Metadata | None) -> CheckpointMetadata:
@@ -262,13 +256,6 @@ def committed_save_id(path: str | os.PathLike[str]) -> str | None:
     except DcpxError as error:
         logger.warning("which save committed '%s' cannot be said: %s", path, str(error))
         return None
-
-
-def _digest(pieces: Iterable[bytes | memoryview]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _load_stock(data: bytes, path: str, safe_globals: Sequence[Any], trusted: bool) -> Metadata:

@@ -18,7 +18,6 @@ from torch_dcpx.metadata.columns import ColumnReader
 from torch_dcpx.storage.directory import SmallFile
 from torch_dcpx.storage.object_claim import SmallObject
 from torch_dcpx.storage.place import SmallContent
-from torch_dcpx.unpickle.unpickler import is_heavy, scanned
 
 MAGIC = b"DCPXMETA"
 VERSION = 1
@@ -63,6 +62,8 @@ def has_tail(content: Content) -> bool:
 
 def scan_stock(data: bytes, path: str, *, trusted: bool = False) -> int:
     """Scans a file of stock's, which one pickle must fill; returns its number of compound keys."""
+    from torch_dcpx.unpickle.unpickler import is_heavy, scanned  # which imports torch
+
     try:
         end, compound_keys = scanned(data, path=path, fqn=None, trusted=trusted)
     except CorruptionError as error:

@@ -39,9 +39,9 @@ _MAX_SHOWN = 5
 _MIN_PARTS = 3  # "/", "home" and the name itself
 
 
-def command(verb: str, path: str | os.PathLike[str]) -> str:
-    """Returns a command of `dcpx` on a path, for a shell."""
-    return f"`dcpx {verb} {shlex.quote(os.fspath(path))}`"
+def command(verb: str, path: str | os.PathLike[str], *names: str) -> str:
+    """Returns a command of `dcpx` on a path, and on names in it, for a shell."""
+    return f"`dcpx {verb} {shlex.join([os.fspath(path), *names])}`"
 
 
 def absent(path: str | os.PathLike[str]) -> str:
@@ -86,12 +86,16 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
     text = f"'{path}' holds no committed checkpoint: {missing}"
     ranks, files = sum(map(is_metadata_name, names)), sum(map(is_data_file_name, names))
     if ranks:
-        way_out = (
-            ""
-            if len(wanted) > 1
-            else "; load_tensors and open_checkpoint take rank=, dcpx cat, diff and stats --rank"
+        if len(wanted) > 1:
+            return f"{text}, but metadata of {counted(ranks, 'other rank')}"
+        own = f"{text}, but metadata of {counted(ranks, 'rank')}, of each its own"
+        one = min(name for name in names if is_metadata_name(name))
+        rank = one.removeprefix("__").removesuffix(METADATA_NAME)
+        return (
+            f"{own}; load_tensors, open_checkpoint, stats and diff take rank={rank}, `dcpx cat`, "
+            f"`stats` and `diff` --rank {rank}; to export: export(load_tensors({str(path)!r}, "
+            f"rank={rank}), ...)"
         )
-        return f"{text}, but metadata of {counted(ranks, 'other rank')}{way_out}"
     if TOMBSTONE_NAME in names:
         return f"{text}: its manager has removed it"
     saver = _saver(path, names)

@@ -30,14 +30,16 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
 
     Raises:
         UnsupportedError: it is a URL.
-        OptionError: it is no path; it begins with "~", which no system call knows; it holds a NUL,
-            or a character that the file system's encoding lacks.
+        OptionError: it is no path, or an empty one; it begins with "~", which no system call knows;
+            it holds a NUL, or a character that the file system's encoding lacks.
     """
     check_type(name, path, (str, bytes, os.PathLike), "a path")
     try:
         text = os.fsdecode(path)
     except TypeError as error:  # of an `__fspath__`
         raise must_be(name, path, "a path", f": {error}") from error
+    if not text:
+        raise _no_path(name, text, "is empty; '.' is the current directory")
     if "://" in text:
         raise UnsupportedError(f"{name}={text!r} is a URL; {way_out}")
     if text.startswith("~"):

@@ -10,6 +10,7 @@ from torch_dcpx._globs import chosen_names, names_beneath, unmatched
 from torch_dcpx._text import counted
 from torch_dcpx.checkpoint.load_checks import NearNames
 from torch_dcpx.errors import UnknownNameError, must_be
+from torch_dcpx.reader.hints import command
 
 _MAX_SHOWN = 5  # names in an error
 
@@ -49,7 +50,10 @@ def chosen(
     for glob in unmatched(names, globs, objects):
         near, why = names_beneath(glob, names, objects)
         if meant := chosen_names(objects, (glob,), names):
-            why = f"means {counted(len(meant), 'object')}, such as {meant[0]!r}: no numbers"
+            shown = command("cat", path, meant[0])
+            why = f"means {counted(len(meant), 'object')}, no numbers: {shown} shows {meant[0]!r}"
+        elif why and near and not set(near).difference(objects):
+            why += f"; {command('cat', path, glob)} shows more"
         elif not why:
             near = NearNames(names).nearest(glob)
             some = near or tuple(names)[:_MAX_SHOWN]

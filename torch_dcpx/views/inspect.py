@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -23,6 +23,7 @@ from torch_dcpx._gc import paused_gc
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx.integrity.contents import (
     Contents,
+    brief_from,
     commits_among,
     least_sizes,
     location,
@@ -44,8 +45,6 @@ from torch_dcpx.views.chosen import chosen, globs_of
 from torch_dcpx.views.items import FileSize, Item, Items, Rows, name_of
 from torch_dcpx.views.tables import Shown, Table
 
-DescribedState: TypeAlias = Kind | Literal["damaged"]
-
 _MAX_DTYPES = 4  # in a head
 _OPTIMIZERS = ("optim", "optimizer", "optimizers", "optimizer_state")  # first modules of names
 
@@ -62,8 +61,8 @@ class Described(Shown[Item]):
         saved_at: "2026-01-31T23:59:59Z"; None: unknown.
         ranks: how many saved it; None: unknown.
         pinned: retention leaves it alone.
-        state: "committed"; "damaged": a file is missing, or its size is wrong; "saving": each rank
-            saves its own, and some have not ended.
+        state: "committed", also where `faults` are; "saving": each rank saves its own, and some
+            have not ended.
         save_id: of an export "".
         fqns: names that were asked for.
         held: how many names are stored.
@@ -79,7 +78,7 @@ class Described(Shown[Item]):
     saved_at: str | None
     ranks: int | None
     pinned: bool
-    state: DescribedState
+    state: Kind
     save_id: str
     fqns: Sequence[str]
     held: int
@@ -212,7 +211,7 @@ class Inspection(Shown[Item]):
         return self.saves[0].pinned
 
     @cached_property  # of a property of this type notebooks complete no name
-    def state(self) -> DescribedState:
+    def state(self) -> Kind:
         """The state, as a `Described` has it."""
         return self.saves[0].state
 
@@ -317,13 +316,11 @@ def described_in(place: Place, look: Look) -> list[Described]:
         raise not_committed(place.path, look.names, (METADATA_NAME,))
     state, look = state_of(place, look)
     commits = {name: read_commit(place, name) for name in commits_among(look.names)}
-    facts = facts_of(place, look, state, list(commits.values()))
+    facts = facts_of(place, look, state, list(map(brief_from, commits.values())))
     found = [_described(place, look, facts, *one) for one in commits.items()]
     alone = ranks_without_metadata(look.names)
     if alone and not state.saving:
         found[-1] = replace(found[-1], alone=alone)
-    if state.kind == "committed" and any(one.faults for one in found):
-        found = [replace(one, state="damaged") for one in found]
     return found
 
 

@@ -1,4 +1,4 @@
-"""`dcpx.ls`: the checkpoints at a path, or beneath it, and the state of each."""
+"""`dcpx.ls`: the checkpoints at a path, or beneath it, and the state of each. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from torch_dcpx._arguments import check_bool
 from torch_dcpx._text import age_text, human_bytes
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
-from torch_dcpx.integrity.contents import commits_among, location, read_commit, wanted_sizes
-from torch_dcpx.integrity.facts import Facts, facts_of
-from torch_dcpx.integrity.states import Seen, State, ranks_without_metadata, state_of, walk
+from torch_dcpx.integrity.contents import commits_among, location, read_brief
+from torch_dcpx.integrity.facts import Facts, facts_of, files_of, files_text
+from torch_dcpx.integrity.states import Kind, Seen, State, state_of, walk
 from torch_dcpx.integrity.way_out import settled
-from torch_dcpx.metadata.file import CheckpointMetadata
+from torch_dcpx.metadata.brief import Brief
+from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.names import Look
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
 from torch_dcpx.views.tables import Shown, Table
-
-ListedState: TypeAlias = Literal[
-    "committed", "saving", "removed", "unfinished", "damaged", "unreadable", "none"
-]
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class ListedCheckpoint:
         name: beneath the path that was listed.
         path: of it.
         state: "committed"; "saving": no checkpoint yet, and a save is under way; "removed" by its
-            manager, what is left goes later; "unfinished": of a save that nobody holds; "damaged":
-            its metadata, or the size of a file, is wrong; "unreadable"; "none": no checkpoint.
+            manager, what is left goes later; "unfinished": of a save that nobody holds;
+            "unreadable": nobody can tell, or its metadata is damaged; "none": no checkpoint.
         step: of the training, by its manager's record or its name; None: unknown.
         saved_at: "2026-01-31T23:59:59Z"; None: unknown.
         ranks: how many saved it; None: unknown.
@@ -45,6 +42,11 @@ class ListedCheckpoint:
         save_id: "" if unknown.
         items: how many tensors and objects it names.
         files: how many data files it names.
+        missing: how many of these are not there.
+        short: how many end before the last byte recorded in them.
+        long: how many are longer than they were written, of torch-dcpx's.
+        whole: whether all are there in their sizes: `verify` reads the bytes. False also where the
+            metadata, or that of a rank, is damaged or lost; None: unknown, or no checkpoint.
         written_by: "torch-dcpx" or "stock".
         problem: why it is not committed, or what is wrong with it, and what can be done.
         saving: who saves to it at this moment, "" if nobody can be seen.
@@ -52,7 +54,7 @@ class ListedCheckpoint:
 
     name: str
     path: str
-    state: ListedState
+    state: Kind
     step: int | None = None
     saved_at: str | None = None
     ranks: int | None = None
@@ -61,9 +63,21 @@ class ListedCheckpoint:
     save_id: str = ""
     items: int = 0
     files: int = 0
+    missing: int = 0
+    short: int = 0
+    long: int = 0
+    whole: bool | None = None
     written_by: str = ""
     problem: str = ""
     saving: str = ""
+
+    @property
+    def found(self) -> str:
+        """What is there of its data files: "whole", "1 of 2 missing"; "" where nobody can tell."""
+        if self.state != "committed":
+            return ""
+        counts = self.files, self.missing, self.short, self.long
+        return files_text(*counts, is_whole=bool(self.whole))
 
     @property
     def age_s(self) -> float | None:
@@ -88,14 +102,14 @@ class Listing(Shown[ListedCheckpoint]):
 
     @property
     def newest(self) -> ListedCheckpoint | None:
-        """The committed one that was saved last; None: there is none."""
-        committed = [one for one in self.checkpoints if one.state == "committed"]
-        last = max(
-            enumerate(committed),
-            key=lambda row: (row[1].saved_at or "", row[1].step or 0, row[0]),
-            default=None,
-        )
-        return None if last is None else last[1]
+        """The committed and whole one that was saved last; None: there is none."""
+        whole = [one for one in self.checkpoints if one.state == "committed" and one.whole]
+        return max(reversed(whole), key=_saved, default=None)
+
+    @property
+    def broken(self) -> list[ListedCheckpoint]:
+        """Those that are damaged, or of a save that did not end and that nobody holds."""
+        return [o for o in self.checkpoints if o.whole is False or o.state == "unfinished"]
 
     def each(self) -> Sequence[ListedCheckpoint]:
         return self.checkpoints
@@ -111,10 +125,11 @@ class Listing(Shown[ListedCheckpoint]):
 
     def table(self) -> Table:
         """Returns a row for each."""
-        columns = ["state", "#step", "saved", "#ranks", "#items", "#size", "pinned"]
+        columns = ["state", "files", "#step", "saved", "#ranks", "#items", "#size", "pinned"]
         rows = [
             (
                 one.state,
+                one.found,
                 "" if one.step is None else one.step,
                 age_text(one.age_s),
                 "" if one.ranks is None else one.ranks,
@@ -173,7 +188,10 @@ def listed(seen: Seen) -> ListedCheckpoint:
         if not place.is_object:
             state, look = state_of(place)  # a removal may have begun before our lock
         row = _listed(seen, place, state, look)
-        while row.state in ("damaged", "unreadable"):  # or something was saved or removed meanwhile
+        while not row.whole and row.state in (
+            "committed",
+            "unreadable",
+        ):  # or something was saved or removed meanwhile
             before, (state, look) = row, state_of(place)
             row = _listed(seen, place, state, look)
             if row == before:
@@ -191,47 +209,43 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
     facts = facts_of(place, look, state, commits)
     if error is not None:
         is_damage = isinstance(error, (CorruptionError, ShortReadError))
-        told: ListedState = "damaged" if is_damage else "unreadable"
-        return _row(name, path, told, facts, problem=f"{type(error).__name__}: {error}")
-    sizes, faults = _sizes(look, commits)
+        text, whole = f"{type(error).__name__}: {error}", False if is_damage else None
+        if "`dcpx" not in text:
+            text += f"; {command('verify', path)} says what can be done"
+        return _row(name, path, "unreadable", facts, problem=text, whole=whole)
+    files = files_of(look, commits)
+    is_lost = files.missing or files.short or files.long
+    way = f"{command('verify', path)} lists all"
+    way = way if is_lost else f"{command('repair', path)} may make it anew"
     return _row(
         name,
         path,
-        "damaged" if faults else "committed",
+        "committed",
         facts,
-        nbytes=sum(sizes.values()),
-        items=sum(len(found.metadata.state_dict_metadata) for found in commits),
-        files=len(sizes),
-        written_by="torch-dcpx" if commits[0].files is not None else "stock",
-        problem=faults[0] if faults else "",
+        nbytes=sum(files.sizes.values()),
+        items=sum(found.items for found in commits),
+        files=len(files.sizes),
+        missing=files.missing,
+        short=files.short,
+        long=files.long,
+        whole=files.is_whole,
+        written_by="torch-dcpx" if commits[0].is_exact else "stock",
+        problem=f"{files.faults[0]}; {way}" if files.faults else "",
         saving=state.saving,
     )
 
 
-def _row(name: str, path: str, state: ListedState, facts: Facts, **more: Any) -> ListedCheckpoint:
+def _row(name: str, path: str, state: Kind, facts: Facts, **more: Any) -> ListedCheckpoint:
     return ListedCheckpoint(name, path, **{**facts._asdict(), "state": state, **more})
 
 
-def _commits(place: Place, look: Look) -> tuple[list[CheckpointMetadata], DcpxError | None]:
-    """Returns the metadata there, or the first error."""
+def _commits(place: Place, look: Look) -> tuple[list[Brief], DcpxError | None]:
+    """Returns what the metadata there name, or the first error."""
     try:
-        return [read_commit(place, name) for name in commits_among(look.names)], None
+        return [read_brief(place, name) for name in commits_among(look.names)], None
     except DcpxError as error:
         return [], error
 
 
-def _sizes(look: Look, commits: list[CheckpointMetadata]) -> tuple[dict[str, int], list[str]]:
-    """Returns the bytes of each file that is there, and what is wrong with files."""
-    sizes: dict[str, int] = {}
-    faults: list[str] = []
-    for checkpoint in commits:
-        for name, wanted in sorted(wanted_sizes(checkpoint).items()):
-            found, is_exact = look.size(name), checkpoint.files is not None
-            sizes[name] = found or 0
-            if found is None:
-                faults.append(f"'{name}' is missing")
-            elif found != wanted if is_exact else found < wanted:
-                faults.append(f"'{name}' has {found} B, {wanted} B were written")
-    alone = ranks_without_metadata(look.names)
-    faults += [f"'{name}' is of a rank whose metadata is not there" for name in alone]
-    return sizes, faults
+def _saved(one: ListedCheckpoint) -> tuple[str, int]:
+    return one.saved_at or "", one.step or 0
