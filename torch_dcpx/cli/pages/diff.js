@@ -67,7 +67,7 @@ function showDiff() {
   const counts = totalOf(root);
   const summary = KINDS.map((kind, at) => [el("span", { class: "marked" }, markOf(at), MEANS[kind.what]), countText(counts[at]), bytesText(counts[KINDS.length + at])]);
   const hasRels = rels.some((rel) => rel !== null);
-  const hasUnknown = rels.some((rel, item) => rel === null && kinds[item] === VALUES);
+  const hasUnknown = rels.some((rel, item) => rel === null && kinds[item] === VALUES && sizes[item]); // an object has no box
   const listed = changes({ kinds, rels, maxima, markOf });
   document.title = `${data.a} | ${data.b} - dcpx diff`;
   page.replaceChildren(
