@@ -177,13 +177,12 @@ def test_page_names_no_address_and_its_policy_allows_its_own_scripts_alone(tmp_p
         + " ".join(f"'sha256-{one}'" for one in sums)
         + "; base-uri 'none'; form-action 'none'"
     )
-    assert len(scripts) == 2
+    assert len(scripts) == 1 and len(text) < 60_000
     assert re.findall(r"<(?:link|img|iframe|base|script src)\b|@import|url\(", text) == []
-    assert "Apache ECharts" in text and "Copyright (c) 2017, Baidu Inc." in text
 
 
 @pytest.mark.parametrize("name", [
-    "</script><script>alert(1)</script>", "<!--<script>", "]]>", "$library", "a\ud800\u2028b",
+    "</script><script>alert(1)</script>", "<!--<script>", "]]>", "$script", "a\ud800\u2028b",
     "&lt;",
 ])  # fmt: skip
 def test_hostile_name_stays_in_the_data(tmp_path: Path, name: str) -> None:

@@ -44,14 +44,14 @@ def values_of(one: dict[str, Any]) -> dict[str, str]:
 def test_values_of_small_objects_and_tensors_are_in_the_page(tmp_path: Path, writer: str) -> None:
     state = {
         "lr": 0.001, "name": "adam", "betas": (0.9, 0.999), "step": 7, "large": list(range(9000)),
-        "scalar": torch.tensor(3.5), "few": torch.arange(4), "many": torch.arange(17),
+        "scalar": torch.tensor(3.5), "few": torch.arange(16), "many": torch.arange(17),
     }  # fmt: skip
     save(state, tmp_path / "a", writer)
     (one,) = drawn(tmp_path / "a")
     found = values_of(one)
     assert found.pop("betas", "(0.9, 0.999)") == "(0.9, 0.999)"  # stock cuts it in two names
     assert {name: text for name, text in found.items() if not name.startswith("betas")} == {
-        "lr": "0.001", "name": "'adam'", "step": "7", "scalar": "3.5", "few": "[0, 1, 2, 3]",
+        "lr": "0.001", "name": "'adam'", "step": "7", "scalar": "3.5", "few": str([*range(16)]),
     }  # fmt: skip
 
 
@@ -135,4 +135,4 @@ def test_text_of_a_value_is_short_and_printable(what: str) -> None:
 def test_a_list_in_itself_ends() -> None:
     one: list[Any] = [1]
     one.append(one)
-    assert short_text(one) == "[1, [1, [1, …]]]"
+    assert short_text(one) == "[1, [1, [1, [...]]]]"

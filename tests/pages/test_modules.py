@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from support.page_samples import save_language_model, write_traces
+from support.page_texts import opened, run, texts_of
 from support.saves import save
-
-from torch_dcpx.cli.app import app
 
 
 @pytest.fixture(scope="module")
@@ -29,40 +27,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run("diff", folder / "model", folder / "layers", "--html", folder / "diff.html")
     run("trace", folder / "traces", "--out", folder / "o", "--html", folder / "trace.html")
     return folder
-
-
-def run(*args: object) -> None:
-    result = CliRunner().invoke(app, [*map(str, args)])
-    assert "wrote" in result.stdout, result.output
-
-
-# Keeps the texts of drawings, and where each is.
-TEXTS = """
-    window.texts = [];
-    const write = CanvasRenderingContext2D.prototype.fillText;
-    CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
-        if (this.canvas.isConnected) {
-            const at = this.getTransform().transformPoint({ x, y });
-            const ratio = this.canvas.width / this.canvas.clientWidth;
-            const { width } = this.measureText(text);
-            const kind = this.canvas.closest(".chart").className;
-            texts.push([kind, text, at.x / ratio, at.y / ratio, width]);
-        }
-        return write.call(this, text, x, y, ...more);
-    };"""
-
-
-def texts_of(page: Any, kind: str) -> list[tuple[str, float, float, float]]:
-    """Returns the texts of a drawing: each with its left, its middle and its width, in pixels."""
-    page.wait_for_function("(kind) => texts.some(([name]) => name.includes(kind))", arg=kind)
-    return [tuple(one[1:]) for one in page.evaluate("texts") if kind in one[0]]
-
-
-def opened(page: Any, path: Path, width: int = 1280) -> Any:
-    page.add_init_script(TEXTS)
-    page.set_viewport_size({"width": width, "height": 900})
-    page.goto(path.as_uri())
-    return page
 
 
 def test_layers_lie_and_are_listed_in_the_order_of_their_numbers(page: Any, made: Path) -> None:
@@ -185,5 +149,6 @@ def test_timeline_has_a_row_for_each_thread_and_a_click_goes_near(
     page.locator("#rows").select_option("rank 2 and its workers")
     page.get_by_text("The same as a list").click()
     rows = page.get_by_role("table", name="Boxes").locator("tbody tr")
+    rows.first.wait_for()
     assert rows.count() == 3 + 2 * 10
     assert rows.first.inner_text().startswith("rank 2, MainThread")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from support.page_pictures import IS_NEW, blocks_of, differences
+from support.page_pictures import IS_DRAWN, IS_NEW, blocks_of, differences
 from support.page_samples import language_model, save_language_model, write_traces
 
 from torch_dcpx.cli.app import app
@@ -62,10 +62,7 @@ def shown(page: Any, path: Path, width: int, scheme: str) -> Any:
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(path.as_uri())
-    page.wait_for_function(
-        """() => [...document.querySelectorAll(".chart")].every(
-            (one) => one.hidden || one.querySelector("canvas")?.width > 200)"""
-    )
+    page.wait_for_function(IS_DRAWN)
     return page
 
 

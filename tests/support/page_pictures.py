@@ -57,6 +57,13 @@ _CELLS_OF = """async ([png, boxes, columns, rows]) => {
 }"""  # noqa: E501
 
 
+# Each drawing has the width of its place; one that has just got another draws in the next frame.
+IS_DRAWN = """() => [...document.querySelectorAll(".chart")].every((one) => one.hidden
+    || Math.abs((one.querySelector("canvas")?.width ?? 0) - one.clientWidth) <= 1)"""
+_NEXT_FRAMES = """() => new Promise((done) =>
+    requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"""
+
+
 class Block(NamedTuple):
     """A part of a page, as it was shown."""
 
@@ -73,7 +80,7 @@ def blocks_of(page: Any, helper: Any, picture: Path) -> list[Block]:
     Args:
         helper: an empty page, whose scripts no policy forbids: it makes the picture small.
     """
-    page.evaluate("() => new Promise((done) => setTimeout(done, 100))")  # the last drawing ends
+    page.evaluate(_NEXT_FRAMES)
     boxes = page.evaluate(_BOXES, _BLOCKS)
     png = base64.b64encode(page.screenshot(path=picture, full_page=True)).decode()
     cells = helper.evaluate(_CELLS_OF, [png, boxes, COLUMNS, ROWS])

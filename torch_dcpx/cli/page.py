@@ -1,4 +1,4 @@
-"""Writes a page of `--html`: one file with its data, a drawing library and our scripts in it.
+"""Writes a page of `--html`: one file with its data, a style and our scripts in it.
 
 It asks no network for anything, and its content security policy lets it ask none. That policy
 runs the scripts of the package alone, by their digests: a name in a checkpoint that broke out of
@@ -82,16 +82,13 @@ def _is_own(path: Path) -> bool:
 
 
 def _rendered(kind: str, data: dict[str, Any]) -> str:
-    library = _asset("echarts.min.js")
     *scripts, call = _SCRIPTS[kind]
     own = "".join(map(_asset, ("common.js", *scripts))) + call
-    digests = " ".join(map(_digest, (library, own)))
     return Template(_asset("page.html")).substitute(
-        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {digests}; "
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src {_digest(own)}; "
         "base-uri 'none'; form-action 'none'",
         style=_asset("page.css"),
         data=_json(data).translate(_ESCAPES),
-        library=library,
         script=own,
     )
 

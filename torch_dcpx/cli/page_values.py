@@ -10,15 +10,14 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_dcpx._text import printable
 from torch_dcpx.artifacts.named_reads import NamedReads
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.options import ReadOptions
+from torch_dcpx.views.objects import short
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.object_url import Location
@@ -29,7 +28,6 @@ _MOST_READS = 64
 _MOST_BYTES = 4096  # of each, as it is stored
 _MOST_ELEMS = 16  # of a tensor
 _MOST_CHARS = 200  # of a text
-_MOST_ENTRIES = 8  # of a list, and levels of lists: 3
 _RANK = re.compile(r"__(\d+)\.metadata")
 
 
@@ -89,38 +87,9 @@ class _Values:
 
 def short_text(value: Any) -> str:
     """Returns a value in at most 200 characters, whatever it refers to, and however often."""
-    text = str(value) if isinstance(value, _NotRead) else _text(value, 0)
-    return printable(text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 1]}…")
-
-
-def _text(value: Any, depth: int) -> str:
-    kind = type(value)
-    if value is None or kind in (bool, float, complex):
-        return repr(value)
-    if kind is int:
-        return (
-            repr(value) if value.bit_length() < 200 else f"an integer of {value.bit_length()} bits"
-        )
-    if kind is str:
-        return repr(value[:_MOST_CHARS])
-    if kind is bytes:
-        return f"{len(value)} bytes"
-    if isinstance(value, torch.Tensor):
-        is_small = value.layout is torch.strided and value.numel() <= _MOST_ELEMS
-        is_plain = is_small and not value.is_quantized and value.device.type == "cpu"
-        return repr(value.tolist()) if is_plain else f"a tensor {list(value.shape)}"
-    if not isinstance(value, (dict, list, tuple, set, frozenset)):
-        return printable(kind.__name__)
-    if depth == 3:
-        return "…"
-    opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")")
-    if isinstance(value, dict):
-        opening, closing = "{", "}"
-        pairs = islice(value.items(), _MOST_ENTRIES)
-        shown = [f"{_text(key, depth + 1)}: {_text(one, depth + 1)}" for key, one in pairs]
-    else:
-        if isinstance(value, (set, frozenset)):
-            opening, closing = "{", "}"
-        shown = [_text(one, depth + 1) for one in islice(value, _MOST_ENTRIES)]
-    more = [f"… {len(value)} in all"] if len(value) > _MOST_ENTRIES else []
-    return f"{opening}{', '.join(shown + more)}{closing}"
+    if isinstance(value, _NotRead):
+        return str(value)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        is_plain = value.numel() <= _MOST_ELEMS and not value.is_quantized
+        value = value.tolist() if is_plain and value.device.type == "cpu" else value
+    return short(value, _MOST_CHARS)

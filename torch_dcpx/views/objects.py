@@ -6,6 +6,7 @@ No code of a user's class runs but for objects that a reader was told to make (`
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import pickle
 import reprlib
@@ -81,24 +82,24 @@ def _joined(path: str, step: str) -> str:
     return whole if len(whole) <= _MOST_CHARS else f"...{whole[3 - _MOST_CHARS :]}"
 
 
-def short(value: Any) -> str:
-    """Returns a value as one short line."""
+def short(value: Any, most: int = _MOST_CHARS) -> str:
+    """Returns a value as one line of at most so many characters."""
     if value is _ABSENT:
         return ""
     if type(value) is _Order:
-        return f"order {short(value.keys)}"
+        return f"order {short(value.keys, most)}"
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, (bytes, bytearray)):
-        more = "..." if len(value) > _MOST_CHARS // 2 else ""
-        text = f"{value[: _MOST_CHARS // 2]!r}{more}"
+        more = "..." if len(value) > most // 2 else ""
+        text = f"{value[: most // 2]!r}{more}"
     else:
         try:
-            text = _SHORT.repr(value)
+            text = _short_repr(most).repr(value)
         except (ValueError, RecursionError):  # an int of more digits than Python prints
             text = type(value).__name__
     text = printable(" ".join(text.split("\n")))
-    return text if len(text) <= _MOST_CHARS else f"{text[: _MOST_CHARS - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 class _ShortRepr(reprlib.Repr):
@@ -117,16 +118,14 @@ class _ShortRepr(reprlib.Repr):
         return super().repr_instance(x, level)
 
 
-def _short_repr() -> _ShortRepr:
+@functools.cache
+def _short_repr(most: int) -> _ShortRepr:
     made = _ShortRepr()
     made.maxlevel = 3
     for kind in ("dict", "list", "tuple", "set", "frozenset", "deque", "array"):
-        setattr(made, f"max{kind}", 5)
-    made.maxstring = made.maxother = made.maxlong = _MOST_CHARS
+        setattr(made, f"max{kind}", most // 12)
+    made.maxstring = made.maxother = made.maxlong = most
     return made
-
-
-_SHORT = _short_repr()
 
 
 def _parts(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]] | None:

@@ -45,7 +45,7 @@ const sum = (values) => values.reduce((total, each) => total + each, 0);
 /** Makes the facts at the head of a page out of pairs of a name and a text. */
 function facts(pairs) {
   const shown = pairs.filter(([, text]) => text !== "");
-  return el("dl", { class: "facts" }, ...shown.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
+  return el("dl", { class: "facts" }, ...shown.map(([name, text]) => el("div", { class: text.length > 18 ? "wide" : "" }, el("dt", {}, name), el("dd", {}, text))));
 }
 
 /**
@@ -59,7 +59,9 @@ function table(caption, columns, rows) {
   const head = columns.map((one) => el("th", { role: "columnheader", scope: "col", class: kind(one) }, label(one)));
   const lines = rows.map((row) => el("tr", { role: "row" }, ...cells(row)));
   const whole = el("table", { role: "table", "aria-label": caption }, el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...head)), el("tbody", { role: "rowgroup" }, ...lines));
-  return el("div", { class: columns.length > 3 ? "scroll folds" : "scroll" }, whole);
+  const isTall = rows.length > 25;
+  const folds = columns.length > 3 || columns.includes("value");
+  return el("div", { class: `scroll${folds ? " folds" : ""}${isTall ? " tall" : ""}`, ...(isTall ? { tabindex: 0, role: "region", "aria-label": caption } : {}) }, whole);
 }
 
 function details(summary, ...children) {
@@ -76,12 +78,12 @@ function mixed(one, two, part) {
 }
 
 const isDark = matchMedia("(prefers-color-scheme: dark)");
-const fill = (base) => mixed(base, color("toward"), isDark.matches ? 0.5 : 0.3);
+const fill = (base) => mixed(base, color("toward"), isDark.matches ? 0.4 : 0.3);
 
-/** Returns the colour of a text upon a colour. */
+/** Returns the colour of a text upon a colour, black or white: whichever of them stands out more. */
 function inkOn(back) {
-  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(back.slice(at, at + 2), 16));
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 128 ? "#14161a" : "#ffffff";
+  const [red, green, blue] = [1, 3, 5].map((at) => (parseInt(back.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
 }
 
 /** Makes a square of a colour, drawn again when the scheme changes; `paint` gives the colour. */
@@ -108,37 +110,79 @@ function widthOf(text, font = FONT) {
   return pen.measureText(text).width;
 }
 
-/** Makes the tooltip of a chart: `lines` gives pairs of a name and a text. */
-function tooltip(lines) {
-  return {
-    confine: true,
-    transitionDuration: 0,
-    backgroundColor: color("panel"),
-    borderColor: color("line"),
-    textStyle: { color: color("ink"), fontSize: 13 },
-    extraCssText: "max-width:min(92%,38rem);white-space:normal;overflow-wrap:anywhere",
-    formatter: (params) => {
-      const pairs = lines(params);
-      return pairs && el("div", {}, ...pairs.map(([name, text]) => el("div", {}, el("strong", {}, name && `${name} `), text)));
-    },
-  };
-}
+const LINE = 15; // pixels of a line of text
 
-/** Draws in `holder`, again whenever its width or the colour scheme changes. Returns the chart. */
-function chart(holder, draw) {
-  holder.setAttribute("role", "img");
-  const drawn = echarts.init(holder);
-  const redraw = () => {
-    drawn.resize();
-    drawn.setOption({ animation: false, ...draw(holder.clientWidth, holder.clientHeight) }, { notMerge: true });
-  };
+/**
+ * Draws in `holder`, again whenever its width or the colour scheme changes. Returns what redraws it.
+ *
+ * draw(width, height): gives boxes, those behind first: x, y, width, height; tone, a colour; lines of
+ * text in ink and font, at [4, 4] or `at`, to the right of it or `align`ed, or `turned` upwards;
+ * tip(), pairs of a name and a text; act(), on a click.
+ */
+function drawing(holder, draw) {
+  const canvas = el("canvas");
+  const brush = canvas.getContext("2d");
+  const tip = el("div", { class: "tip", hidden: "" });
+  let boxes = [];
+  let hovered = null;
   let width = 0;
+  if (!holder.hasAttribute("role")) holder.setAttribute("role", "img");
+  holder.append(canvas, tip);
+  function paint() {
+    const ratio = devicePixelRatio || 1;
+    [canvas.width, canvas.height] = [holder.clientWidth, holder.clientHeight].map((each) => Math.round(each * ratio));
+    brush.scale(ratio, ratio);
+    brush.textBaseline = "middle";
+    for (const { x, y, width: wide, height, tone, lines = [], at: [right, down] = [4, 4], ink, font = FONT, align = "left", turned } of boxes) {
+      if (tone) {
+        brush.fillStyle = tone;
+        brush.fillRect(x, y, wide, height);
+      }
+      if (!lines.length) continue;
+      [brush.fillStyle, brush.font, brush.textAlign] = [ink, font, align];
+      brush.save();
+      brush.translate(x + right, y + down + LINE / 2);
+      if (turned) brush.rotate(-Math.PI / 2);
+      lines.forEach((line, nth) => brush.fillText(line, 0, nth * LINE));
+      brush.restore();
+    }
+    if (!hovered) return;
+    [brush.strokeStyle, brush.lineWidth] = [color("ink"), 1.5];
+    brush.strokeRect(hovered.x, hovered.y, hovered.width, hovered.height);
+  }
+  function redraw() {
+    if (!holder.clientWidth) return; // not on the page yet
+    hovered = null;
+    tip.hidden = true;
+    boxes = draw(holder.clientWidth, holder.clientHeight);
+    paint();
+  }
+  function boxAt({ clientX, clientY }) {
+    const { left, top } = canvas.getBoundingClientRect();
+    const [x, y] = [clientX - left, clientY - top];
+    return boxes.findLast((one) => one.tip && x >= one.x && x < one.x + one.width && y >= one.y && y < one.y + one.height) ?? null;
+  }
+  function hover(event) {
+    const box = event && boxAt(event);
+    if (box !== hovered) {
+      hovered = box;
+      paint();
+      tip.replaceChildren(...(box ? box.tip() : []).map(([name, text]) => el("div", {}, el("strong", {}, name && `${name} `), text)));
+      tip.hidden = !box;
+    }
+    if (!box) return;
+    const room = [innerWidth - tip.offsetWidth - 4, innerHeight - tip.offsetHeight - 4];
+    [tip.style.left, tip.style.top] = [event.clientX, event.clientY].map((at, nth) => `${Math.max(4, Math.min(room[nth], at + 14))}px`);
+  }
+  canvas.addEventListener("pointermove", hover);
+  canvas.addEventListener("pointerleave", () => hover(null));
+  canvas.addEventListener("click", (event) => boxAt(event)?.act?.());
   new ResizeObserver(() => {
     if (holder.clientWidth !== width) requestAnimationFrame(redraw);
     width = holder.clientWidth;
   }).observe(holder);
   isDark.addEventListener("change", redraw);
-  return { drawn, redraw };
+  return redraw;
 }
 
 /** Draws one bar for each label; the axis has its tick. */
@@ -149,14 +193,23 @@ function bars(caption, labels, values, noun, ticks) {
   holder.setAttribute("aria-label", `${caption}: ${counted(values.length, noun)}, ${bytesText(least)} to ${bytesText(most)} each`);
   const power = 10 ** Math.floor(Math.log10(most / 4));
   const step = Math.max(1, [1, 2, 5, 10].find((each) => each * power * 4 >= most) * power);
-  const axis = () => ({ axisLabel: { color: color("soft"), hideOverlap: true }, axisLine: { lineStyle: { color: color("soft") } } });
-  chart(holder, () => ({
-    grid: { left: 12, right: 16, top: 16, bottom: 30, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-    tooltip: tooltip((one) => [["", labels[one.dataIndex]], [bytesText(values[one.dataIndex]), share(values[one.dataIndex], sum(values))]]),
-    xAxis: { type: "category", data: ticks, name: noun, nameLocation: "middle", nameGap: 26, nameTextStyle: { color: color("soft") }, axisTick: { show: false }, ...axis() },
-    yAxis: { type: "value", max: step * Math.ceil(most / step), interval: step, splitLine: { lineStyle: { color: color("line") } }, ...axis(),
-      axisLabel: { color: color("soft"), formatter: (nbytes) => bytesText(nbytes).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 ") } },
-    series: [{ type: "bar", data: values, barMaxWidth: 48, barCategoryGap: values.length > 60 ? "0%" : "20%", itemStyle: { color: isDark.matches ? "#6f7b8c" : "#7c8798" } }],
-  }));
+  const top = step * Math.ceil(most / step);
+  const steps = [...new Array(Math.round(top / step) + 1).keys()].map((nth) => nth * step);
+  const text = (nbytes) => bytesText(nbytes).replace(/\.00 /, " ").replace(/(\.\d)0 /, "$1 ");
+  drawing(holder, (width, height) => {
+    const soft = { ink: color("soft"), width: 0, height: 0, at: [0, 0] };
+    const left = 20 + Math.max(...steps.map((each) => widthOf(text(each))));
+    const yOf = (nbytes) => height - 42 - (nbytes / top) * (height - 58);
+    const wide = (width - left - 16) / values.length;
+    const bar = Math.min(48, wide > 6 ? 0.8 * wide : wide);
+    const every = Math.ceil((values.length * (10 + Math.max(...ticks.map((tick) => widthOf(`${tick}`))))) / (width - left - 16));
+    return [
+      ...steps.map((each) => ({ x: left, y: yOf(each), width: width - left - 16, height: 1, tone: color(each ? "line" : "soft"), lines: [text(each)], ink: color("soft"), align: "right", at: [-6, -LINE / 2] })),
+      ...values.map((nbytes, nth) => ({ x: left + (nth + 0.5) * wide - bar / 2, y: yOf(nbytes), width: bar, height: yOf(0) - yOf(nbytes), tone: isDark.matches ? "#6f7b8c" : "#7c8798",
+        tip: () => [["", labels[nth]], [bytesText(nbytes), share(nbytes, sum(values))]] })),
+      ...ticks.map((tick, nth) => ({ ...soft, x: left + (nth + 0.5) * wide, y: yOf(0) + 5, lines: [`${tick}`], align: "center" })).filter((_, nth) => nth % every === 0),
+      { ...soft, x: left + (width - left - 16) / 2, y: height - 19, lines: [noun], align: "center" },
+    ];
+  });
   return holder;
 }

@@ -13,7 +13,9 @@ const KINDS = [
 ];
 const EQUAL = KINDS.length - 1;
 const VALUES = EQUAL - 1;
-const KNOWN = 2 * KINDS.length; // in a module's sums: bytes of known relative change, then that times them
+// In a module's sums: bytes of known relative change, that times them, names that are not finite.
+const [KNOWN, CHANGED, BROKEN] = [0, 1, 2].map((at) => 2 * KINDS.length + at);
+const NOT_FINITE = "NaN or ∞";
 const MEANS = {
   "only in B": "appeared", "only in A": "gone", shape: "another shape", dtype: "another dtype",
   kind: "a tensor here, an object there", values: "other values", equal: "equal",
@@ -27,6 +29,7 @@ const RAMPS = { light: ["#bcd9f0", "#5ba3d9", "#1f6cb0", "#0b3f7a", "#4b1a73"], 
 function rampAt(rel) {
   const ramp = RAMPS[isDark.matches ? "dark" : "light"];
   if (rel === null || rel === undefined) return undefined;
+  if (Number.isNaN(rel)) return color("alarm");
   const part = Number.isFinite(rel) ? Math.min(1, Math.max(0, 1 - Math.log10(rel || 1e-99) / LEAST)) : 1;
   const at = Math.min(ramp.length - 2, Math.floor(part * (ramp.length - 1)));
   return mixed(ramp[at], ramp[at + 1], part * (ramp.length - 1) - at);
@@ -40,26 +43,31 @@ function showDiff() {
   const { items } = data;
   const rels = items.name.map((_, item) => numberOf(items.rel?.[item]));
   const maxima = items.name.map((_, item) => numberOf(items.max_abs?.[item]));
+  maxima.forEach((value, item) => { if (value !== null && !Number.isFinite(value)) rels[item] = NaN; });
   const kinds = items.what.map((what) => KINDS.findIndex((one) => one.what === what));
   const sizes = items.bytes_a.map((nbytes, item) => Math.max(nbytes, items.bytes_b[item]));
   const root = modulesOf(items.name, sizes);
-  const totalOf = tallied(2 * KINDS.length + 2, (total, item) => {
+  const totalOf = tallied(BROKEN + 1, (total, item) => {
     total[kinds[item]] += 1;
     total[KINDS.length + kinds[item]] += sizes[item];
     if (kinds[item] !== VALUES || rels[item] === null) return;
+    if (Number.isNaN(rels[item])) total[BROKEN] += 1;
     total[KNOWN] += sizes[item];
-    total[KNOWN + 1] += sizes[item] * Math.min(1, Number.isNaN(rels[item]) ? 1 : rels[item]);
+    total[CHANGED] += sizes[item] * Math.min(1, rels[item] || 0);
   });
   const paintOf = (kind, rel) => (kind === EQUAL ? color("equal") : (kind === VALUES && rampAt(rel)) || fill(KINDS[kind].hue));
   const relOf = (node) => {
     const total = totalOf(node);
-    return isModule(node) ? (total[KNOWN] ? total[KNOWN + 1] / total[KNOWN] : null) : rels[node.item];
+    if (!isModule(node)) return rels[node.item];
+    if (total[BROKEN]) return NaN;
+    return total[KNOWN] ? total[CHANGED] / total[KNOWN] : null;
   };
-  const kindOf = (node) => mainKind(totalOf(node));
+  const kindOf = (node) => (totalOf(node)[BROKEN] ? VALUES : mainKind(totalOf(node)));
   const markOf = (kind, rel = null) => swatch(() => paintOf(kind, rel), KINDS[kind].mark);
   const counts = totalOf(root);
   const summary = KINDS.map((kind, at) => [el("span", { class: "marked" }, markOf(at), MEANS[kind.what]), countText(counts[at]), bytesText(counts[KINDS.length + at])]);
   const hasRels = rels.some((rel) => rel !== null);
+  const hasUnknown = rels.some((rel, item) => rel === null && kinds[item] === VALUES && sizes[item]); // an object has no box
   const listed = changes({ kinds, rels, maxima, markOf });
   document.title = `${data.a} | ${data.b} - dcpx diff`;
   page.replaceChildren(
@@ -69,14 +77,15 @@ function showDiff() {
     el("section", {}, el("h2", {}, "What changed"), table("What changed", ["from A to B", "#names", "#bytes"], summary),
       el("p", { class: "hint" }, "Bytes are those of tensors, the larger of both sides; an object counts none.")),
     el("section", {}, el("h2", {}, "Changes by module"),
-      el("p", { class: "hint" }, `A box is as large as its bytes. A module has the sign of its largest change${hasRels ? ", and of other values the mean by bytes" : ""}. Click a module to go into it, a tensor to list it.`),
-      legend(KINDS.map((kind, at) => [() => paintOf(at, null), MEANS[kind.what], kind.mark]).filter((_, at) => counts[at] && !(at === VALUES && hasRels))),
+      el("p", { class: "hint" }, `A box is as large as its bytes. A module has the sign and colour of its largest change${hasRels ? ", of other values by their mean" : ""}. Click a module to go into it, a tensor to list it.`),
+      legend([...KINDS.map((kind, at) => [() => paintOf(at, null), MEANS[kind.what], kind.mark]).filter((_, at) => counts[at] && !(at === VALUES && !hasUnknown)),
+        ...(counts[BROKEN] ? [[() => color("alarm"), `other values, ${NOT_FINITE}`, KINDS[VALUES].mark]] : [])]),
       ...(hasRels ? [el("p", {}, "Other values, |A − B| / |A|: 10⁻⁶ or less", ramp(), "1 or more")] : []),
       treemap(root, {
         caption: "Changes by module", pick: listed.show,
         paint: (node) => paintOf(kindOf(node), relOf(node)),
         mark: (node) => `${KINDS[kindOf(node)].mark} `,
-        detail: (node) => (kindOf(node) === VALUES && relOf(node) !== null ? digits(relOf(node)) : bytesText(node.bytes)),
+        detail: (node) => (kindOf(node) === VALUES && relOf(node) !== null ? relText(relOf(node)) : bytesText(node.bytes)),
         lines: (node) => (isModule(node)
           ? [...KINDS.map((kind, at) => [MEANS[kind.what], `${counted(totalOf(node)[at], "name")}, ${bytesText(totalOf(node)[KINDS.length + at])}`]).filter((_, at) => totalOf(node)[at]), ...relLine(relOf(node), "mean relative change")]
           : [["", MEANS[items.what[node.item]]], ["A", items.a[node.item]], ["B", items.b[node.item]], ["", bytesText(node.bytes)],
@@ -85,7 +94,8 @@ function showDiff() {
     listed.section);
 }
 
-const relLine = (value, name) => (value === null ? [] : [[name, digits(value)]]);
+const relText = (rel) => (Number.isNaN(rel) ? NOT_FINITE : digits(rel));
+const relLine = (value, name) => (value === null ? [] : [[name, relText(value)]]);
 
 /** Makes the bar of colours that the legend explains. */
 function ramp() {
@@ -113,14 +123,14 @@ function changes({ kinds, rels, maxima, markOf }) {
     ...KINDS.map((kind) => el("option", { value: kind.what }, MEANS[kind.what])));
   const place = el("div", {});
   const hasNumbers = [...rels, ...maxima].some((value) => value !== null);
-  const weightOf = (item) => (Number.isNaN(rels[item]) ? Number.MAX_VALUE : Math.min(Number.MAX_VALUE, rels[item] ?? -1));
+  const weightOf = (item) => (Number.isNaN(rels[item]) ? Infinity : Math.min(Number.MAX_VALUE, rels[item] ?? -1));
   const order = [...kinds.keys()].sort((one, two) => kinds[one] - kinds[two] || weightOf(two) - weightOf(one) || one - two);
   function list() {
     const wanted = input.value.trim().toLowerCase();
     const isShown = (item) => (pick.value === "all" || (pick.value === "changed" ? kinds[item] !== EQUAL : items.what[item] === pick.value)) && lower[item].includes(wanted);
     const fitting = order.filter(isShown);
     const rows = fitting.slice(0, LISTED).map((item) => [el("span", { class: "marked" }, markOf(kinds[item], rels[item]), MEANS[items.what[item]]), nameText(items.name[item]), items.a[item], items.b[item],
-      ...(hasNumbers ? [digits(rels[item]), digits(maxima[item])] : [])]);
+      ...(hasNumbers ? [relText(rels[item]), digits(maxima[item])] : [])]);
     const more = fitting.length > LISTED ? `; the first ${LISTED} are listed` : "";
     place.replaceChildren(el("p", { class: "hint", "aria-live": "polite" }, `${countText(fitting.length)} of ${counted(kinds.length, "name")}${more}.`),
       table("Names", ["change", "name", "A", "B", ...(hasNumbers ? ["#relative", "#max |A − B|"] : [])], rows));

@@ -38,18 +38,18 @@ function inspected(found) {
       ["bytes of the files", bytesText(sum(files.found))],
       ["tensors", countText(tensors.length)], ["objects", countText(objects.length)],
       ["ranks", ranks.length ? countText(ranks.length) : ""], ["files", countText(files.name.length)],
-      ["written by", found.written_by], ["saved", savedText(found.saved)], ["save id", found.save_id], ["keys", found.keys.join(", ")],
+      ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id], ["keys", found.keys.join(", ")],
     ]),
     ...faultsOf(found.faults),
     el("section", {}, el("h2", {}, "Sizes by module"),
       el("p", { class: "hint" }, "A box is as large as its bytes. Click a module to go into it, a tensor to see where it lies."),
       ...coloredModules(found, values, choose)),
-    where.section,
-    el("section", { class: "two" }, ...byFileAndRank(files, ranks)),
-    el("section", {}, el("h2", {}, "Largest tensors"),
+    ...(all.length ? [where.section] : []),
+    ...(files.name.length ? [el("section", { class: "two" }, ...byFileAndRank(files, ranks))] : []),
+    ...(tensors.length ? [el("section", {}, el("h2", {}, "Largest tensors"),
       tensorTable(most.slice(0, FIRST)),
       ...(most.length > FIRST ? [details(`The next ${most.length - FIRST}`, tensorTable(most.slice(FIRST)))] : []),
-      ...moreThan(most.length, tensors.length, "the search above finds every one")),
+      ...moreThan(most.length, tensors.length, "the search above finds every one"))] : []),
     ...(objects.length ? [el("section", {}, el("h2", {}, "Objects"),
       el("p", { class: "hint" }, "What is no tensor, such as step counts. Values of the first few small ones are shown."),
       table("Objects", ["name", "value", "#bytes"], objects.slice(0, SHOWN).map((item) => [link(item), el("span", { class: "name" }, values.get(item) ?? ""), bytesText(items.nbytes[item])])),
@@ -58,12 +58,6 @@ function inspected(found) {
 
 /** Returns the values that the page has, by number of the name. */
 const valuesOf = ({ values }) => new Map(values.item.map((item, at) => [item, values.text[at]]));
-
-/** Returns a time, which a narrow head folds before the hour. */
-function savedText(saved) {
-  const [day, hour] = saved.split("T");
-  return saved && el("span", {}, el("span", { class: "whole" }, `${day}T`), el("wbr"), hour);
-}
 
 function dtypesOf(items, tensors) {
   const totals = new Map();
@@ -114,42 +108,42 @@ function coloredModules(found, values, choose) {
 
 /**
  * Returns parts such as "model.layers.*.mlp": the largest is cut further while it is more than two
- * thirds. Where hues run out, the smallest of its parts are "others".
+ * thirds. Those that are small, or for which hues run out, are "others".
  */
 function byPart({ items }) {
   const split = items.name.map((name) => name.split(".", MAX_DEPTH).map((part) => (/^\d+$/.test(part) ? "*" : part)));
   const made = (own, depth) => ({ own, depth, bytes: sum(own.map((item) => items.nbytes[item])) });
+  const largestFirst = (one, two) => two.bytes - one.bytes;
   let parts = [made([...items.name.keys()], 0)];
   const all = parts[0].bytes;
+  const matters = (part) => part.bytes * 100 >= all;
   for (;;) {
-    const [largest, ...rest] = parts.sort((one, two) => two.bytes - one.bytes);
-    const isWhole = largest.own.every((item) => split[item].length === largest.depth);
-    if (isWhole || (rest.length && largest.bytes * 3 < all * 2)) break;
+    const [largest, ...rest] = parts.sort(largestFirst);
+    if (rest.length && largest.bytes * 3 < all * 2) break;
+    if (largest.own.every((item) => split[item].length === largest.depth)) break;
     const groups = new Map();
     for (const item of largest.own) {
       const key = split[item][largest.depth] ?? "";
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(item);
     }
-    const next = [...groups.values()].map((own) => made(own, largest.depth + 1)).sort((one, two) => two.bytes - one.bytes);
-    const places = HUES.length - rest.length;
-    if (next.length > places && places < 3) break;
-    const kept = next.length > places ? next.slice(0, places - 1) : next;
-    parts = [...rest, ...kept];
-    if (kept.length === next.length) continue;
-    const others = next.slice(places - 1).flatMap(({ own }) => own);
-    parts.push({ ...made(others, largest.depth), areOthers: true });
-    break;
+    const next = [...groups.values()].map((own) => made(own, largest.depth + 1)).sort(largestFirst);
+    const places = Math.max(0, HUES.length - 1 - rest.filter(matters).length);
+    if (sum(next.slice(0, places).map((part) => part.bytes)) * 2 < largest.bytes) break; // most would be others
+    parts = [...rest, ...next];
   }
-  for (const part of parts.filter(({ areOthers }) => !areOthers)) { // what all its names begin with
-    const isShared = (item) => split[item].length > part.depth + 1 && split[item][part.depth] === split[part.own[0]][part.depth];
-    while (part.own.length && part.own.every(isShared)) part.depth += 1;
-  }
-  const keys = new Int32Array(items.name.length);
-  parts.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));
-  const labelOf = ({ own, depth }) => (own.length ? split[own[0]].slice(0, depth).join(".") : "");
-  const labels = parts.map((part) => [labelOf(part), ...(part.areOthers ? ["others"] : [])].filter(Boolean).join(": ") || "all");
-  return { keyOf: (item) => keys[item], labels, hues: HUES, others: parts.findIndex(({ areOthers }) => areOthers) };
+  let kept = parts.filter(matters);
+  if (kept.length < parts.length || kept.length > HUES.length) kept = kept.slice(0, HUES.length - 1);
+  const others = parts.slice(kept.length);
+  const keys = new Int32Array(items.name.length).fill(kept.length);
+  kept.forEach(({ own }, at) => own.forEach((item) => { keys[item] = at; }));
+  const labels = [...kept, ...(others.length === 1 ? others : [])].map(({ own, depth }) => {
+    const isShared = (item) => split[item].length > depth + 1 && split[item][depth] === split[own[0]][depth];
+    while (own.length && own.every(isShared)) depth += 1; // what all its names begin with
+    return (own.length && split[own[0]].slice(0, depth).join(".")) || "all";
+  });
+  if (others.length > 1) labels.push("others");
+  return { keyOf: (item) => keys[item], labels, hues: HUES, others: kept.length };
 }
 
 function byDtype({ items }) {
@@ -228,7 +222,7 @@ function whereItLies(found) {
   const hueOf = (chunk) => holderOf(files, chunk[2]).hue;
   const fileOf = (chunk) => (chunk[2] < 0 ? "no file" : files.name[chunk[2]]);
   let item = -1;
-  let drawing = null;
+  let redraw = null;
   const map = () => shardMap(found, item, { hueOf, ownerOf, fileOf });
   function choose(chosen) {
     item = chosen;
@@ -243,8 +237,8 @@ function whereItLies(found) {
     const lines = chunks.slice(0, SHOWN).map((chunk) => [ownerOf(chunk), listText(chunk[0]), listText(chunk[1]), fileOf(chunk), countText(chunk[3]), countText(chunk[4])]);
     rows.replaceChildren(table("Parts", ["held by", "offsets", "sizes", "file", "#at byte", "#bytes"], lines), ...moreThan(SHOWN, chunks.length, "dcpx inspect --parts lists all"));
     if (!isDrawn) return;
-    if (drawing) drawing.redraw();
-    else drawing = chart(holder, (width, height) => map().option(width, height));
+    if (redraw) redraw();
+    else redraw = drawing(holder, (width, height) => map().boxes(width, height));
   }
   function search() {
     const wanted = input.value.trim().toLowerCase();
@@ -277,53 +271,50 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
   const shape = items.shape[item] || [];
   const { dims, hidden } = shownDims(shape, chunks);
   const [rowDim, columnDim] = dims.length === 2 ? dims : [undefined, dims[0]];
-  const extent = (dim) => (dim === undefined ? 1 : shape[dim]);
   const span = (chunk, dim) => (dim === undefined ? [0, 1] : [chunk[0][dim], chunk[0][dim] + chunk[1][dim]]);
   const axisName = (dim) => (dim === undefined ? "" : `dimension ${dim} (${countText(shape[dim])})`);
   const notes = shape.includes(0) ? ["It has no elements."] : [];
   if (dims.length === 2 && !shape.includes(0)) notes.push(`Rows are dimension ${dims[0]}, columns dimension ${dims[1]}.`);
   if (hidden.length) notes.push(`Parts that differ in dimension ${hidden.join(", ")} lie upon each other.`);
   if (chunks.length > MAX_DRAWN) notes.push(`The map shows the first ${countText(MAX_DRAWN)}.`);
-  const bounds = (dim) => {
+  /** Returns where parts begin and the last ends, those whose texts lie `gap` of `size` pixels apart. */
+  const bounds = (dim, size, gap) => {
     if (dim === undefined) return [];
     const begins = [...new Set(chunks.slice(0, MAX_DRAWN).map((chunk) => chunk[0][dim]))].sort((a, b) => a - b);
-    const step = Math.ceil(begins.length / 8);
-    return [...begins.filter((at, nth) => nth % step === 0 && at < 0.95 * shape[dim]), shape[dim]];
+    let last = -Infinity;
+    return [...begins.filter((at) => {
+      const place = (at / shape[dim]) * size;
+      const isApart = place - last >= gap && size - place >= gap;
+      if (isApart) last = place;
+      return isApart;
+    }), shape[dim]];
   };
-  const axis = (dim, more) => ({
-    type: "value", min: 0, max: extent(dim), name: axisName(dim), nameLocation: "middle", nameGap: 28, nameTextStyle: { color: color("soft") },
-    axisLabel: { show: dim !== undefined, color: color("soft"), hideOverlap: true, customValues: bounds(dim), formatter: countText }, axisTick: { customValues: bounds(dim) }, splitLine: { show: false },
-    axisLine: { show: true, lineStyle: { color: color("soft") } }, ...more,
-  });
-  const option = () => ({
-    grid: { left: rowDim === undefined ? 16 : 40, right: 24, top: 16, bottom: 44, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-    tooltip: tooltip((one) => {
-      const chunk = chunks[one.dataIndex];
-      return [["", ownerOf(chunk)], ["file", fileOf(chunk)], ["offsets", listText(chunk[0])], ["sizes", listText(chunk[1])],
-        ["dtype", items.dtype[item]], ["of shape", listText(shape)], ["at byte", countText(chunk[3])], ["bytes", countText(chunk[4])]];
-    }),
-    xAxis: axis(columnDim), yAxis: axis(rowDim, { inverse: true, nameGap: 48 }),
-    series: [{
-      type: "custom", clip: true, data: chunks.slice(0, MAX_DRAWN).map((_, at) => [at]), encode: { x: [], y: [] },
-      renderItem: (params, api) => {
-        const chunk = chunks[params.dataIndex];
-        const [left, right] = span(chunk, columnDim);
-        const [top, bottom] = span(chunk, rowDim);
-        const [x, y] = api.coord([left, top]);
-        const [endX, endY] = api.coord([right, bottom]);
-        const width = Math.max(1, endX - x);
-        const height = Math.max(1, endY - y);
-        const isLarge = Math.min(width, height) > 6;
+  const boxes = (width, height) => {
+    const soft = { ink: color("soft"), tone: color("soft") };
+    const labelOf = (dim) => (dim === undefined ? 0 : widthOf(countText(shape[dim])));
+    const left = rowDim === undefined ? 16 : 40 + labelOf(rowDim);
+    const [wide, high] = [width - left - Math.max(24, labelOf(columnDim) / 2 + 4), height - 60]; // of the tensor
+    const at = (dim, size, index) => (dim === undefined ? index : index / shape[dim]) * size;
+    return [
+      ...chunks.slice(0, MAX_DRAWN).map((chunk) => {
+        const [[x, endX], [y, endY]] = [span(chunk, columnDim).map((each) => left + at(columnDim, wide, each)), span(chunk, rowDim).map((each) => 16 + at(rowDim, high, each))];
+        const gap = Math.min(endX - x, endY - y) > 6 ? 0.5 : 0;
+        const tone = fill(hueOf(chunk));
+        const isLabelled = widthOf(ownerOf(chunk)) < endX - x - 6 && endY - y > 16;
         return {
-          type: "rect", shape: { x, y, width, height },
-          style: { fill: fill(hueOf(chunk)), stroke: color("paper"), lineWidth: isLarge ? 1 : 0 },
-          textContent: { type: "text", style: { text: widthOf(ownerOf(chunk)) < width - 6 && height > 16 ? ownerOf(chunk) : "", fill: inkOn(fill(hueOf(chunk))), font: FONT } },
-          textConfig: { position: "inside" },
+          x: x + gap, y: y + gap, width: Math.max(1, endX - x - 2 * gap), height: Math.max(1, endY - y - 2 * gap), tone,
+          lines: isLabelled ? [ownerOf(chunk)] : [], ink: inkOn(tone), align: "center", at: [(endX - x) / 2, (endY - y - LINE) / 2],
+          tip: () => [["", ownerOf(chunk)], ["file", fileOf(chunk)], ["offsets", listText(chunk[0])], ["sizes", listText(chunk[1])],
+            ["dtype", items.dtype[item]], ["of shape", listText(shape)], ["at byte", countText(chunk[3])], ["bytes", countText(chunk[4])]],
         };
-      },
-    }],
-  });
-  return { option, note: notes.join(" ") };
+      }),
+      ...bounds(columnDim, wide, labelOf(columnDim) + 8).map((index) => ({ ...soft, x: left + at(columnDim, wide, index), y: 16 + high, width: 1, height: 5, lines: [countText(index)], align: "center", at: [0, 6] })),
+      ...bounds(rowDim, high, LINE + 3).map((index) => ({ ...soft, x: left - 5, y: 16 + at(rowDim, high, index), width: 5, height: 1, lines: [countText(index)], align: "right", at: [-3, -LINE / 2] })),
+      { ...soft, x: left + wide / 2, y: height, width: 0, height: 0, lines: [axisName(columnDim)], align: "center", at: [0, -20] },
+      { ...soft, x: 12, y: 16 + high / 2, width: 0, height: 0, lines: [axisName(rowDim)], align: "center", at: [0, -LINE / 2], turned: true },
+    ];
+  };
+  return { boxes, note: notes.join(" ") };
 }
 
 function showInspected() {

@@ -158,9 +158,11 @@ function cutUp(nodes, x, y, width, height) {
   return rects;
 }
 
-const LINE = 15; // pixels of a line of text
-const HEAD = 19; // of the head of an open module
+const HEAD = 19; // pixels of the head of an open module
 const HEAD_FONT = `600 ${FONT}`;
+
+/** Returns about the pixels of a head: what opens must not be the choice of a machine's font. */
+const aboutWide = (label) => sum([...label].map((char) => (char < "\u2e80" ? 7 : 13)));
 
 /** Returns the lines of a label that a box has place for: whole, or none. */
 function linesThatFit(label, detail, width, height) {
@@ -185,13 +187,12 @@ function treemap(root, options) {
   const holder = el("div", { class: "chart modules", style: "height:clamp(320px,60vh,640px)" });
   const list = details("The same as a list");
   let view = lastModule(root).node;
-  let drawn = [];
   const go = (node) => {
     const { node: last } = node.parent ? lastOfChain(node) : lastModule(node);
     if (!isModule(last)) return options.pick(last.item);
     view = last;
     describe();
-    return drawing.redraw();
+    return redraw();
   };
   const link = (node, label) => el("button", { type: "button", onclick: () => go(node) }, label);
   const labelOf = (node) => `${options.mark(lastOfChain(node).node)}${lastOfChain(node).label}`;
@@ -210,54 +211,30 @@ function treemap(root, options) {
     const named = largest.map((one) => `${lastOfChain(one).label} ${bytesText(one.bytes)}`);
     holder.setAttribute("aria-label", `${options.caption}, inside ${view.label}: ${named.join(", ")}; the list below has all`);
   }
-  /** Lays boxes out in `drawn`: a module's before those inside it. */
-  function lay(nodes, rect, opened) {
-    cutUp(nodes, ...rect).forEach(([x, y, width, height], nth) => {
-      const { node: last } = lastOfChain(nodes[nth]);
-      const box = { node: nodes[nth], x, y, width, height, tone: options.paint(last), lines: [] };
-      drawn.push(box);
-      const detail = options.detail(last);
-      if (!opened.has(nodes[nth])) {
-        box.lines = linesThatFit(labelOf(nodes[nth]), detail, width, height);
-        return;
-      }
-      box.isOpen = true;
-      const whole = `${labelOf(nodes[nth])}   ${detail}`;
-      const head = [whole, labelOf(nodes[nth])].find((text) => widthOf(text, HEAD_FONT) <= width - 8);
-      box.lines = head && height > 2 * HEAD ? [head] : [];
-      const edge = box.lines.length ? 2 : 0;
-      lay(boxesIn(last), [x + edge, y + (edge && HEAD), Math.max(0, width - 2 * edge), Math.max(0, height - (edge && HEAD + edge))], opened);
+  /** Returns the boxes of nodes in a rectangle: a module's before those inside it. */
+  function laid(nodes, rect, opened) {
+    return cutUp(nodes, ...rect).flatMap(([x, y, width, height], nth) => {
+      const node = nodes[nth];
+      const { node: last } = lastOfChain(node);
+      const [label, detail, tone] = [labelOf(node), options.detail(last), options.paint(last)];
+      const gap = Math.min(width, height) > 6 ? 0.5 : 0; // of each side, to the next box
+      const box = {
+        x: x + gap, y: y + gap, width: Math.max(0.5, width - 2 * gap), height: Math.max(0.5, height - 2 * gap), tone, ink: inkOn(tone),
+        tip: () => [["", fullName(node)], ...options.lines(last, view)], act: () => go(node),
+      };
+      if (!opened.has(node) || height <= 2 * HEAD || aboutWide(label) > width - 8) return [{ ...box, lines: linesThatFit(label, detail, width, height) }];
+      const head = [`${label}   ${detail}`, label].find((text) => widthOf(text, HEAD_FONT) <= width - 8);
+      const back = mixed(tone, color("paper"), 0.3);
+      const inside = [x + 2, y + HEAD, Math.max(0, width - 4), Math.max(0, height - HEAD - 2)];
+      return [{ ...box, tone: back, ink: inkOn(back), lines: head ? [head] : [], font: HEAD_FONT, at: [4, 3] }, ...laid(boxesIn(last), inside, opened)];
     });
   }
-  function option(width, height) {
-    drawn = [];
-    lay(boxesIn(view), [0, 0, width, height], openedModules(view, Math.min(360, Math.max(40, (width * height) / 2400))));
-    return {
-      tooltip: tooltip(({ dataIndex }) => {
-        const { node } = drawn[dataIndex];
-        return [["", fullName(node)], ...options.lines(lastOfChain(node).node, view)];
-      }),
-      series: [{
-        type: "custom", coordinateSystem: "none", data: drawn.map((_, at) => [at]),
-        renderItem: ({ dataIndex }) => {
-          const { x, y, width: wide, height: high, tone, lines, isOpen } = drawn[dataIndex];
-          const back = isOpen ? mixed(tone, color("paper"), 0.3) : tone;
-          const gap = Math.min(wide, high) > 6 ? 0.5 : 0; // of each side, to the next box
-          return {
-            type: "rect", shape: { x: x + gap, y: y + gap, width: Math.max(0.5, wide - 2 * gap), height: Math.max(0.5, high - 2 * gap) },
-            style: { fill: back }, emphasis: { style: { stroke: color("ink"), lineWidth: 1.5 } },
-            textContent: { type: "text", silent: true, style: { text: lines.join("\n"), fill: inkOn(back), font: isOpen ? HEAD_FONT : FONT, lineHeight: LINE } },
-            textConfig: { position: [4, isOpen ? 3 : 4] },
-          };
-        },
-      }],
-    };
-  }
-  const drawing = chart(holder, option);
-  drawing.drawn.on("click", ({ dataIndex }) => go(drawn[dataIndex].node));
+  const redraw = drawing(holder, (width, height) => {
+    const most = Math.min(360, Math.max(40, (width * height) / 2400));
+    return laid(boxesIn(view), [0, 0, width, height], openedModules(view, most));
+  });
   describe();
-  const empty = root.bytes ? [] : [el("p", {}, "Nothing here has bytes.")];
-  return { element: el("div", {}, way, holder, ...empty, list), redraw: () => drawing.redraw() };
+  return { element: root.bytes ? el("div", {}, way, holder, list) : el("p", {}, "Nothing here has bytes."), redraw };
 }
 
 /** Returns the whole name of a node's box. */

@@ -6,10 +6,11 @@ const MOST_LISTED = 200; // boxes of the list
 const BAR = 18; // pixels
 const AXIS = 26;
 const LETTER = 6.5; // of a label: what a font measures would move the whole timeline
+const NARROW = 700;
 const WAITING = ["wait", "vote"]; // for other saves, for other ranks: no work, and pale
 const NAME_HUES = {
   exchange: "#ddcc77", plan: "#8878c3", metadata: "#88ccee", locate: "#999933", snapshot: "#aa4499",
-  copy: "#cc6677", write: "#44aa99", read: "#44aa99", sync: "#117733", upload: "#3d8fc9", commit: "#5566dd", verify: "#d18f3c", apply: "#aa4499",
+  copy: "#cc6677", write: "#44aa99", read: "#3d8fc9", sync: "#117733", upload: "#3d8fc9", commit: "#5566dd", verify: "#d18f3c", apply: "#aa4499",
 };
 
 function timeText(us) {
@@ -45,10 +46,10 @@ function operation(one) {
     facts([[one.operation, one.path], ["id", one.id], ["ranks", countText(one.ranks)], ["from first to last", timeText(end)],
       ["longest phase", slowest ? `${slowest.phase}, ${slowest.max_s.toFixed(3)} s on rank ${slowest.slowest}` : ""]]),
     ...(one.errors.length ? [el("div", { class: "faults" }, el("strong", {}, "failed"), el("ul", {}, ...one.errors.map((text) => el("li", {}, text))))] : []),
-    timeline(one, end),
-    el("section", {}, el("h2", {}, "Seconds by phase"),
+    one.rows.length ? timeline(one, end) : el("p", {}, "It recorded no phase: there is no timeline."),
+    ...(rows.length ? [el("section", {}, el("h2", {}, "Seconds by phase"),
       el("p", { class: "hint" }, "A worker's row is the mean over the workers of a rank."),
-      table("Seconds by phase", ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"], rows)),
+      table("Seconds by phase", ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"], rows))] : []),
   ];
 }
 
@@ -69,113 +70,155 @@ function choicesOf(one) {
   return choices;
 }
 
+/** Returns a text, without its end where it is longer than so many pixels. */
+function cutTo(room, text) {
+  let { length } = text;
+  const shown = () => (length < text.length ? `${text.slice(0, length)}…` : text);
+  while (length && widthOf(shown()) > room) length = Math.floor(length * 0.95);
+  return shown();
+}
+
 function timeline(one, end) {
   const choices = choicesOf(one);
-  const areHosts = new Set(one.rows.map((row) => row.host)).size > 1;
-  const labelOf = (row) => `rank ${row.rank}${areHosts ? ` on ${row.host}` : ""}, ${row.label}`;
+  const labelOf = (row) => `rank ${row.rank}, ${row.label}`;
   const pick = el("select", { id: "rows" }, ...choices.map(([text]) => el("option", {}, text)));
   const range = el("span", { "aria-live": "polite" });
-  const holder = el("div", { class: "chart timeline" });
+  const holder = el("div", { class: "chart timeline", role: "group", tabindex: 0 });
   const list = details("The same as a list");
   let rows = choices[0][1];
   let [from, to] = [0, end];
-  let drawn = [];
-  const zoom = (middle, length) => {
-    const wanted = Math.min(end, Math.max(1, length));
-    from = Math.min(end - wanted, Math.max(0, middle - wanted / 2));
-    to = from + wanted;
+  let [left, wide] = [0, 1]; // pixels where the time begins, and of all of it
+  /** Shows `length` of the time so that `time` comes to lie at `part` of it. */
+  const show = (time, part, length) => {
+    const shown = Math.min(end, Math.max(1, length));
+    from = Math.min(end - shown, Math.max(0, time - part * shown));
+    to = from + shown;
     redraw();
   };
-  const button = (text, label, act) => el("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
-  const middle = () => (from + to) / 2;
-  const buttons = [
-    button("whole", "show all of the time", () => zoom(end / 2, end)),
-    button("+", "nearer", () => zoom(middle(), (to - from) / 2)), button("−", "farther", () => zoom(middle(), (to - from) * 2)),
-    button("←", "earlier", () => zoom(middle() - (to - from) / 2, to - from)), button("→", "later", () => zoom(middle() + (to - from) / 2, to - from)),
+  const zoom = (times) => show((from + to) / 2, 0.5, (to - from) * times);
+  const move = (part) => show(from + part * (to - from), 0, to - from);
+  const acts = [
+    ["whole", "show all of the time", () => show(0, 0, end), "Home"], ["+", "nearer", () => zoom(0.5), "+", "="],
+    ["−", "farther", () => zoom(2), "-", "_"], ["←", "earlier", () => move(-0.5), "ArrowLeft"], ["→", "later", () => move(0.5), "ArrowRight"],
   ];
-  function describe() {
-    const boxes = rows.flatMap((row) => row.boxes.map((box) => [labelOf(row), ...box])).filter(([, , begin, length]) => begin < to && begin + length > from);
-    const lines = boxes.slice(0, MOST_LISTED).map(([label, name, begin, length, nbytes]) => [label, one.names[name], timeText(begin), timeText(length), nbytes ? bytesText(nbytes) : ""]);
+  const buttons = acts.map(([text, label, act]) => el("button", { type: "button", "aria-label": label, title: label, onclick: act }, text));
+  function fillList() {
+    if (!list.open) return;
+    const boxes = rows.flatMap((row) => row.boxes.filter(([, begin, length]) => begin < to && begin + length > from).map((box) => [row, ...box]));
+    const lines = boxes.slice(0, MOST_LISTED).map(([row, name, begin, length, nbytes]) => [labelOf(row), one.names[name], timeText(begin), timeText(length), nbytes ? bytesText(nbytes) : ""]);
     list.replaceChildren(list.firstChild, table("Boxes", ["row", "phase", "#begins at", "#takes", "#bytes"], lines),
       ...(boxes.length > MOST_LISTED ? [el("p", { class: "hint" }, `${countText(boxes.length - MOST_LISTED)} more: go nearer.`)] : []));
-    range.textContent = `${timeText(from)} to ${timeText(to)}`;
-    holder.setAttribute("aria-label", `Timeline of ${counted(rows.length, "row")}, ${range.textContent}; the list below has its boxes`);
   }
-  function option(width) {
-    drawn = [];
-    const gutter = width < 700 ? 0 : Math.min(260, LETTER * Math.max(...rows.map((row) => labelOf(row).length)) + 16);
-    const high = BAR + 6 + (gutter ? 0 : 18);
-    const at = (time) => gutter + 8 + ((time - from) / (to - from)) * (width - gutter - 24);
+  function draw(width) {
+    const longest = LETTER * Math.max(0, ...rows.map((row) => labelOf(row).length)) + 16;
+    const gutter = width < NARROW || longest > width / 3 ? 0 : longest; // else a label has a line of its own
+    const high = BAR + 6 + (gutter ? 0 : LINE + 3);
+    [left, wide] = [gutter + 8, width - gutter - 24];
+    const at = (time) => left + ((time - from) / (to - from)) * wide;
     const bottom = AXIS + rows.length * high + 4;
+    holder.style.height = `${bottom + 2}px`;
     const ticks = Math.max(2, Math.floor((width - gutter) / 110));
     const power = 10 ** Math.floor(Math.log10((to - from) / ticks));
     const step = [1, 2, 5, 10].find((each) => each * power * ticks >= to - from) * power;
+    const tones = one.names.map(paintOf);
+    const inks = tones.map(inkOn);
+    const [ink, soft, line, panel] = ["ink", "soft", "line", "panel"].map(color);
+    const [behind, front] = [[], []];
     let band = 0;
     rows.forEach((row, nth) => {
       const y = AXIS + nth * high;
       band += nth && rows[nth - 1].rank !== row.rank ? 1 : 0;
-      if (band % 2 === 0) drawn.push({ x: 0, y, width, height: high, tone: color("panel") });
-    });
-    for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) {
-      const text = at(tick) + widthOf(timeText(tick)) + 8 < width ? timeText(tick) : "";
-      drawn.push({ x: at(tick), y: 0, width: 1, height: bottom, tone: color("line"), text, ink: color("soft"), place: [4, 6] });
-    }
-    rows.forEach((row, nth) => {
-      const y = AXIS + nth * high;
-      drawn.push({ x: 0, y, width: gutter, height: high, text: labelOf(row), ink: color("ink"), place: gutter ? [8, 6] : [8, 3] });
+      behind.push({ x: 0, y, width, height: high, tone: band % 2 === 0 && panel, lines: [cutTo((gutter || width) - 12, labelOf(row))], ink, at: [8, gutter ? (high - LINE) / 2 : 3] });
+      const box = (name, begin, length, nbytes, more) => ({
+        y: y + high - BAR - 3, height: BAR, tone: tones[name],
+        tip: () => [["", one.names[name]], ["", labelOf(row)], ["on", row.host], ["takes", timeText(length)], ["begins at", timeText(begin)], ...(nbytes ? [["bytes", bytesText(nbytes)]] : [])],
+        act: () => hasMoved || show(begin + length / 2, 0.5, length * 1.1), ...more,
+      });
+      let fine = { place: -1 }; // what lies in two pixels, by name: they share the height by their times
+      const flush = () => {
+        const shares = [...(fine.names ?? [])].sort(([one], [two]) => one - two);
+        const whole = sum(shares.map(([, [, length]]) => length));
+        let down = 0;
+        for (const [name, [begin, length, nbytes]] of shares) {
+          const height = (BAR * length) / whole;
+          front.push(box(name, begin, length, nbytes, { x: 2 * fine.place, width: 2, y: y + high - BAR - 3 + down, height }));
+          down += height;
+        }
+      };
       for (const [name, begin, length, nbytes] of row.boxes) {
         if (begin + length < from || begin > to) continue;
-        const x = at(Math.max(from, begin));
-        const wide = Math.max(1, at(Math.min(to, begin + length)) - x);
-        const tone = paintOf(one.names[name]);
-        const texts = [`${one.names[name]} ${timeText(length)}`, one.names[name], ""];
-        drawn.push({ x, y: y + high - BAR - 3, width: wide, height: BAR, tone, text: texts.find((text) => widthOf(text) < wide - 8), ink: inkOn(tone), place: [4, 4],
-          box: { row, name: one.names[name], begin, length, nbytes } });
+        const [x, endX] = [at(Math.max(from, begin)), at(Math.min(to, begin + length))];
+        if (endX - x < 2) {
+          const place = Math.floor(x / 2);
+          if (place !== fine.place) {
+            flush();
+            fine = { place, names: new Map() };
+          }
+          const known = fine.names.get(name) ?? [begin, 0, 0];
+          fine.names.set(name, [known[0], known[1] + Math.max(1, length), known[2] + nbytes]);
+          continue;
+        }
+        const texts = endX - x > 20 ? [`${one.names[name]} ${timeText(length)}`, one.names[name]] : [];
+        const lines = texts.filter((text) => widthOf(text) < endX - x - 8).slice(0, 1);
+        front.push(box(name, begin, length, nbytes, { x, width: endX - x, lines, ink: inks[name], at: [4, 2] }));
       }
+      flush();
     });
-    return {
-      tooltip: tooltip(({ dataIndex }) => {
-        const { box } = drawn[dataIndex];
-        return box && [["", box.name], ["", labelOf(box.row)], ["takes", timeText(box.length)], ["begins at", timeText(box.begin)], ...(box.nbytes ? [["bytes", bytesText(box.nbytes)]] : [])];
-      }),
-      series: [{
-        type: "custom", coordinateSystem: "none", data: drawn.map((_, nth) => [nth]),
-        renderItem: ({ dataIndex }) => {
-          const { x, y, width: wide, height, tone, text, ink, place, box } = drawn[dataIndex];
-          return {
-            type: "rect", shape: { x, y, width: wide, height }, silent: !box, style: { fill: tone || "none" },
-            ...(box ? { emphasis: { style: { stroke: color("ink"), lineWidth: 1.5 } } } : {}),
-            textContent: { type: "text", silent: true, style: { text: text || "", fill: ink, font: FONT } },
-            textConfig: { position: place },
-          };
-        },
-      }],
-    };
+    for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) {
+      const text = at(tick) + widthOf(timeText(tick)) + 8 < width ? [timeText(tick)] : [];
+      behind.push({ x: at(tick), y: 0, width: 1, height: bottom, tone: line, lines: text, ink: soft });
+    }
+    return [...behind, ...front];
   }
-  const size = () => {
-    holder.style.height = `${AXIS + 6 + rows.length * (BAR + 6 + (holder.clientWidth < 700 ? 18 : 0))}px`;
-  };
-  const drawing = chart(holder, (width) => {
-    size();
-    drawing?.drawn.resize();
-    return option(width);
-  });
+  const repaint = drawing(holder, draw);
   function redraw() {
-    describe();
-    drawing.redraw();
+    range.textContent = `${timeText(from)} to ${timeText(to)}`;
+    holder.setAttribute("aria-label", `Timeline of ${counted(rows.length, "row")}, ${range.textContent}; keys + and - zoom, arrows move, Home shows all; the list below has its boxes`);
+    fillList();
+    repaint();
   }
-  drawing.drawn.on("click", ({ dataIndex }) => {
-    const { box } = drawn[dataIndex];
-    if (box) zoom(box.begin + box.length / 2, box.length * 1.1);
+  const shareAt = (x) => (x - holder.getBoundingClientRect().left - left) / wide;
+  list.addEventListener("toggle", fillList);
+  holder.addEventListener("keydown", (event) => {
+    const act = event.ctrlKey || event.metaKey || event.altKey ? undefined : acts.find(([, , , ...keys]) => keys.includes(event.key));
+    if (!act) return;
+    event.preventDefault();
+    act[2]();
   });
+  holder.addEventListener("wheel", (event) => {
+    const { deltaX, deltaY } = event;
+    const part = shareAt(event.clientX);
+    if (event.ctrlKey || event.metaKey) show(from + part * (to - from), part, (to - from) * 2 ** (Math.max(-50, Math.min(50, deltaY)) / 50));
+    else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) move((deltaX || deltaY) / wide);
+    else return; // the page scrolls
+    event.preventDefault();
+  }, { passive: false });
+  const held = new Map(); // pointers that are down, one or a pinch: where each is
+  let hasMoved = false; // then it is no click
+  const middle = (places) => shareAt(sum(places) / places.length);
+  const spread = (places) => Math.max(...places) - Math.min(...places) || 1;
+  holder.addEventListener("pointerdown", ({ pointerId, clientX, button }) => {
+    if (button) return;
+    if (!held.size) hasMoved = false;
+    held.set(pointerId, clientX);
+  });
+  holder.addEventListener("pointermove", ({ pointerId, clientX }) => {
+    if (!held.has(pointerId) || (!hasMoved && Math.abs(clientX - held.get(pointerId)) < 4)) return;
+    hasMoved = true;
+    holder.setPointerCapture(pointerId);
+    const before = [...held.values()];
+    const after = [...held.set(pointerId, clientX).values()];
+    show(from + middle(before) * (to - from), middle(after), ((to - from) * spread(before)) / spread(after));
+  });
+  for (const kind of ["pointerup", "pointercancel", "pointerleave"]) holder.addEventListener(kind, ({ pointerId }) => held.delete(pointerId));
   pick.addEventListener("change", () => {
     rows = choices[pick.selectedIndex][1];
     redraw();
   });
-  describe();
+  redraw();
   const few = one.rows.some((row) => row.is_worker) && one.ranks_with_workers < one.ranks ? ` Workers are those of the ${one.ranks_with_workers} ranks whose workers took longest.` : "";
   return el("section", {}, el("h2", {}, "Timeline"),
-    el("p", { class: "hint" }, `A row is a thread of a rank, or a worker of its engine. Click a box to go near it.${few}`),
+    el("p", { class: "hint" }, `A row is a thread of a rank, or a worker of its engine. Click a box to go near it; Ctrl and the wheel or two fingers zoom, a drag moves.${few}`),
     el("div", { class: "fields" }, el("label", {}, "Rows", pick)),
     legend(one.names.map((name) => [() => paintOf(name), name])),
     el("div", { class: "zoom" }, ...buttons, range), holder, list);
