@@ -129,7 +129,7 @@ def test_path_that_no_call_takes_is_refused_by_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for path, words in (
-        ("", "an empty text is no path"),
+        ("", "is empty"),
         ("gs://bucket/run", "is a URL"),
         ("~/run", "which only a shell expands"),
     ):

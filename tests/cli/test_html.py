@@ -269,7 +269,7 @@ def test_what_is_no_page_of_ours_is_never_replaced(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.parametrize(("name", "why"), [
-    ("out", "must end in .html"), ("-", "must end in .html"), ("", "an empty text is no path"),
+    ("out", "must end in .html"), ("-", "must end in .html"), ("", "is empty"),
     ("s3://bucket/out.html", "is a URL; name a file, and copy it there"),
     ("none/out.html", "No such file or directory"), ("file/out.html", "Not a directory"),
 ])  # fmt: skip

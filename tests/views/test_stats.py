@@ -99,7 +99,8 @@ def test_damage_is_an_error(tmp_path: Path) -> None:
 def test_objects_are_said_to_have_no_numbers(tmp_path: Path) -> None:
     save({"w": torch.ones(2), "opt": {"lr": 0.1, "eps": 1e-8}}, tmp_path)
     for key in ("opt.lr", "opt.*"):
-        with pytest.raises(dcpx.UnknownNameError, match=r"means \d objects?, no numbers: `dcpx cat .* shows 'opt"):
+        shown = r"means \d objects?, no numbers: `dcpx cat .* shows 'opt"
+        with pytest.raises(dcpx.UnknownNameError, match=shown):
             dcpx.stats(tmp_path, key)
     for view in (dcpx.stats, dcpx.inspect):
         with pytest.raises(

@@ -28,8 +28,6 @@ class _Path(click.Path):
         self._way_out = way_out
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Location:
-        if not value:
-            self.fail("an empty text is no path; '.' is the current directory", param, ctx)
         try:
             text = self._check(value, self._way_out)
         except DcpxError as error:
