@@ -96,6 +96,7 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         ("cat removed step", 2, "its manager has removed it"),
         ("ls ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
         ("inspect ranks", 1, "'__1_0.distcp' is of a rank whose metadata is not there"),
+        ("inspect ranks", 1, "`dcpx verify ranks` says what can be done"),
         ("gc ranks", 0, "`dcpx repair ranks` may make it anew; else remove them by hand"),
         ("inspect lost", 1, "'__0_0.distcp' is missing"),
         ("diff A lost", 1, "`dcpx verify lost` lists all damage"),

@@ -16,6 +16,7 @@ from support.saves import save, save_rank_local
 
 import torch_dcpx
 from torch_dcpx.integrity.states import State, in_order, state_of, utc_text, walk
+from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.storage.names import LOCK_NAME, step_in
 from torch_dcpx.storage.place import open_place
 from torch_dcpx.storage.save_lock import boot_id
@@ -166,7 +167,7 @@ def test_young_files_without_a_lock_may_be_of_a_save_under_way(tmp_path: Path, w
     save(STATE, tmp_path, writer)
     (tmp_path / ".metadata").unlink()
     found = at(tmp_path)
-    assert found.kind == "unfinished" and not found.is_young
+    assert found.kind == "unfinished" and found.is_young
     assert " s ago: a save that takes no lock may be under way" in found.text
     (data,) = tmp_path.glob("*.distcp")
     os.utime(data, (1, 1))
@@ -174,3 +175,13 @@ def test_young_files_without_a_lock_may_be_of_a_save_under_way(tmp_path: Path, w
     os.utime(data)
     (tmp_path / LOCK_NAME).write_text("host=here pid=1 boot=2\n")  # a save of ours was killed
     assert at(tmp_path).text == "1 data file of a save that did not end"
+
+
+def test_a_save_that_may_be_under_way_is_waited_for_before_it_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"a part")  # of stock's, which goes on
+    with open_place(tmp_path) as place:
+        found = settled(place, state_of(place)[0], place.names())
+    assert "may be under way; wait until it has ended; if none is, no repair can" in found.text
+    os.utime(tmp_path / "__0_0.distcp", (1, 1))
+    with open_place(tmp_path) as place:
+        assert "wait" not in settled(place, state_of(place)[0], place.names()).text

@@ -11,6 +11,7 @@ from torch_dcpx.cli.inspect_page import inspect_data
 from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.integrity.facts import Facts
+from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.views.inspect import Described, inspect
 
@@ -49,7 +50,8 @@ def _json(found: Described, with_parts: bool) -> dict[str, Any]:
 
 
 def _put(found: Described, limit: int, with_parts: bool) -> None:
-    put_lines([found.origin(), found.sums(), *found.faults, ""])
+    way = [f"{command('verify', found.path)} says what can be done"] if found.faults else []
+    put_lines([found.origin(), found.sums(), *found.faults, *way, ""])
     columns, rows = found.table()
     shown = len(rows) if limit <= 0 else min(limit, len(rows))
     if with_parts:

@@ -67,7 +67,7 @@ class State(NamedTuple):
     kind: Kind
     text: str = ""  # all of it in words, but for a committed one
     saving: str = ""  # who saves there now
-    is_young: bool = False  # unfinished in a store: a save may be under way
+    is_young: bool = False  # unfinished: a save that shows no lock may be under way
     error: DcpxError | None = None  # of an unreadable one
     is_export: bool = False  # of no checkpoint: safetensors lie there
 
@@ -149,7 +149,7 @@ def _state(place: Place, look: Look, saving: str) -> State:
     if is_young:
         when = age_text(max(0.0, age_s))
         text += f", the last one changed {when}: a save that takes no lock may be under way"
-    return State("unfinished", text, is_young=is_young and place.is_object)
+    return State("unfinished", text, is_young=is_young)
 
 
 def _has_record(look: Look) -> bool:

@@ -20,9 +20,11 @@ def settled(directory: Place, state: State, names: Sequence[str]) -> State:
     if state.kind != "unfinished":
         return state
     is_help, text = _way_out(directory, names)
-    if state.is_young and not is_help:
+    if state.is_young and not is_help and directory.is_object:
         text = f"{state.text}: the objects are young"
         return State("saving", text, "objects are young")
+    if state.is_young and not is_help:
+        text = f"wait until it has ended; if none is, {text}"
     return state._replace(text=f"{state.text}; {text}")
 
 
