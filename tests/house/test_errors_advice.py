@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support.errors_page import assert_printed, raised, tool
 from support.saves import change, data_files, read_footer
 from support.store_ranks import Killed, Ranks
 from test_errors_doc import CLASSES
@@ -23,32 +23,19 @@ import torch_dcpx as dcpx
 from torch_dcpx import DcpxSavePlanner, DcpxWriter, ReadOptions, WriteOptions
 from torch_dcpx._native import _C
 from torch_dcpx.checkpoint.save_run import SaveRun
-from torch_dcpx.cli.app import app
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.store import StoreExchange
 from torch_dcpx.storage.directory import Directory
 
 SHORT_S = 2.0
+LATE_S = 0.5
 
 
 class Settings:
     """Of a user: on no allow-list."""
 
     rate = 0.5
-
-
-def tool(*args: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == code, (result.output, result.stderr)
-    return result
-
-
-def raised(kind: type[DcpxError], call: Callable[[], object]) -> Any:
-    with pytest.raises(kind) as caught:
-        call()
-    assert type(caught.value) is kind
-    return caught.value
 
 
 def state() -> dict[str, Any]:
@@ -106,8 +93,7 @@ def mismatch(saved: Path) -> None:
 
 def unknown_name(saved: Path) -> None:
     raised(dcpx.UnknownNameError, lambda: dcpx.load_tensors(saved, "weight"))
-    items = json.loads(tool("inspect", saved, "--json").stdout)[0]["items"]
-    (name,) = [item["fqn"] for item in items if item["kind"] == "tensor"]
+    (name,) = re.findall(r"^float32 .* (\w+)$", tool("inspect", saved).stdout, re.MULTILINE)
     assert torch.equal(dcpx.load_tensors(saved, name)[name], torch.ones(3000))
 
 
@@ -117,6 +103,7 @@ def storage(saved: Path) -> None:
         error = raised(dcpx.StorageError, lambda: dcpx.save({**state(), "step": 4}, saved))
     finally:
         _C.disarm_fault()
+    assert_printed(error)
     assert error.errno == errno.ENOSPC and error.path is not None
     assert_loads(saved)  # what was there
     dcpx.save({**state(), "step": 4}, saved)  # there is room again
@@ -132,7 +119,9 @@ def short_read(saved: Path) -> None:
         (name,) = data_files(path)
         with (path / name).open("r+b") as file:
             file.truncate(4096)
-        raised(dcpx.ShortReadError, lambda: manager.resume(state=own, fallback=False))
+        assert_printed(
+            raised(dcpx.ShortReadError, lambda: manager.resume(state=own, fallback=False))
+        )
         assert name in tool("verify", path, code=1).output
         assert manager.resume(state=own).tag == "step-1"
 
@@ -158,9 +147,10 @@ def concurrent_save(saved: Path) -> None:
                 patch.setattr(Directory, "rename", real)
                 own = {"own": torch.ones(1)}
                 options = WriteOptions(max_in_flight=2)
-                raised(
+                error = raised(
                     dcpx.ConcurrentSaveError, lambda: dcpx.async_save(own, saved, options=options)
                 )
+                assert_printed(error)
             real(self, old, new, **how)
 
         patch.setattr(Directory, "rename", meanwhile)
@@ -176,6 +166,7 @@ def corruption(saved: Path) -> None:
     (name,) = data_files(saved)
     change(saved / name, read_footer(saved / name).row("w").payload_offset + 9, b"\xff\xfe")
     error = raised(dcpx.CorruptionError, lambda: dcpx.load(state(), saved))
+    assert_printed(error)
     assert error.path == str(saved / name) and error.offset is not None
     assert name in tool("verify", saved, code=1).output
     assert_loads(saved.parent / "step-2", 2)
@@ -243,8 +234,11 @@ def exchange_of(
     return exchange
 
 
-def save_on(ranks: Ranks, path: Path, step: int, timeout_s: float | None = None) -> list[Any]:
+def save_on(
+    ranks: Ranks, path: Path, step: int, timeout_s: float | None = None, late_s: float = 0.0
+) -> list[Any]:
     def body(rank: int) -> Any:
+        time.sleep(rank * late_s)
         planner = Raising() if step < 0 and rank == 1 else DcpxSavePlanner()
         exchange = exchange_of(ranks, rank, path, timeout_s)
         own = {"step": step, **({"w": torch.ones(3000)} if rank else {})}
@@ -269,11 +263,12 @@ def ranks() -> Iterator[Ranks]:
 
 def test_plan_error_ends_where_every_rank_makes_the_same_call(ranks: Ranks, saved: Path) -> None:
     def odd(rank: int) -> None:
-        call = "load" if rank else "save"
+        call = "save" if rank else "load"
         with exchange_of(ranks, rank, saved, None, call) as exchange:
             exchange.all_reduce("plan", lambda: 1, sum)
 
     error = assert_kind(dcpx.PlanError, ranks.run(odd))
+    assert_printed(error)
     assert "every rank must make the same calls" in str(error)
     save_on(ranks, saved, 7)
     assert_loads(saved, 7)
@@ -283,7 +278,9 @@ def test_rank_error_names_the_rank_and_its_error_and_the_next_save_works(
     ranks: Ranks, saved: Path
 ) -> None:
     error = assert_kind(dcpx.RankError, save_on(ranks, saved, -1))
+    assert_printed(error)
     assert (error.rank, error.phase) == (1, "planning") and "KeyError: 'boom'" in str(error)
+    assert type(error.__cause__) is KeyError
     assert_loads(saved)
     save_on(ranks, saved, 8)
     assert_loads(saved, 8)
@@ -293,15 +290,16 @@ def test_rank_that_is_lost_is_named_and_a_longer_deadline_waits_for_a_slow_one(
     ranks: Ranks, saved: Path
 ) -> None:
     def alone(_: int) -> None:
-        with exchange_of(ranks, 0, saved, SHORT_S) as exchange:
+        with exchange_of(ranks, 0, saved, LATE_S / 2) as exchange:
             exchange.all_reduce("plan", lambda: 1, sum)
 
     error = ranks.run(alone, [0])[0]
     assert type(error) is dcpx.RankLostError and error.ranks == (1,)
+    assert_printed(error)
     assert "every rank must make this call (is it beneath `if rank == 0`?)" in str(error)
     again = Ranks(HashStore(), 2)  # the job, started again
     try:
-        save_on(again, saved, 9, timeout_s=60.0)
+        save_on(again, saved, 9, timeout_s=60.0, late_s=LATE_S)
         assert_loads(saved, 9)
     finally:
         again.close()
@@ -331,7 +329,7 @@ def test_store_that_is_lost_is_an_error_and_a_new_job_saves(saved: Path) -> None
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     got = save_on(lost, saved, 11, timeout_s=SHORT_S)
-    assert_kind(dcpx.StoreLostError, got)
+    assert_printed(assert_kind(dcpx.StoreLostError, got))
     assert_loads(saved, 10)
     again = Ranks(HashStore(), 2)
     try:
@@ -363,6 +361,7 @@ def test_unknown_outcome_leaves_one_checkpoint_whole(
     patch.undo()
     # What the others find in the storage is no longer unknown.
     assert is_renamed or type(got[1]) is dcpx.OutcomeUnknownError, got
+    assert is_renamed or assert_printed(got[1]) is None
     assert_loads(saved, 12 if is_renamed else 3)  # resume from it
 
 

@@ -11,24 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT
+from support.errors_page import PAGE, section_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import errors
 from torch_dcpx.errors import DcpxError
 
-PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text()
 CLASSES = [
     value
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, DcpxError)
 ]
-
-
-def section_of(name: str) -> str:
-    """Returns what stands between the heading of a class and the next heading."""
-    (section,) = re.findall(rf"^### {name}\n(.*?)(?=^##)", PAGE, re.DOTALL | re.MULTILINE)
-    return str(section)
 
 
 def test_the_page_has_a_heading_for_each_class_and_no_other() -> None:
