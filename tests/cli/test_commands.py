@@ -65,7 +65,7 @@ def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     assert found["stored_nbytes"] == sum(item["nbytes"] for item in found["items"])
     assert found["parameters"] == 5
     assert "2 of 3 items (1 tensor, 1 object)" in dcpx("inspect", tmp_path, "-k*.b", "-kst*").stdout
-    assert "and 2 more" in dcpx("inspect", tmp_path, "--limit", 1).stdout
+    assert "2 names not shown" in dcpx("inspect", tmp_path, "--limit", 1).stdout
 
 
 def test_inspect_of_a_name_that_is_not_there_leads_on(tmp_path: Path) -> None:

@@ -107,7 +107,11 @@ def test_diff_says_what_differs_in_which_name(tmp_path: Path, writer: Any) -> No
     text = CliRunner().invoke(
         app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "2"]
     )
-    assert "6 differences, 0 equal names;" in text.stdout and "(4 rows not shown)" in text.stdout
+    assert "6 differences, 0 equal names;" in text.stdout
+    assert text.stdout.endswith("\n4 names not shown: --limit 0 shows all\n")
+    for args in ([], ["--parts"]):
+        text = CliRunner().invoke(app, ["inspect", str(tmp_path / "a"), "--limit", "1", *args])
+        assert text.stdout.endswith("\n4 names not shown: --limit 0 shows all\n"), text.stdout
 
 
 def test_diff_reads_tensors_that_are_stored_in_other_ways(

@@ -125,6 +125,8 @@ def looks() -> None:
     report: dcpx.DiffReport = dcpx.diff("ckpt", Path("other"), "model.*", rtol=1e-5)
     numbers: dcpx.StatsReport = dcpx.stats("ckpt", ["model.*"])
     print(report, report.is_equal, report.differences[0].max_abs, numbers.tensors[0].nan)
+    beyond: list[int | None] = [one.beyond for one in report]
+    print(len(report), beyond, [one.norm for one in numbers])
 
 
 def listens() -> None:
@@ -207,9 +209,10 @@ def keeps() -> None:
     checked: dcpx.VerifyReport = dcpx.verify("ckpt", workers=2)
     listing: dcpx.Listing = dcpx.ls("ckpts", with_all=True)
     newest: dcpx.ListedCheckpoint | None = listing.newest
-    print(newest is not None and newest.age_s)
+    steps: list[int | None] = [one.step for one in listing]
+    print(newest is not None and newest.age_s, steps, len(listing))
     held: dcpx.Inspection = dcpx.inspect("ckpt", keys=["model.*"])
-    print(held.step, held.saved_at, held.state)
+    print(held.step, held.saved_at, held.state, [one.fqn for one in held])
     print(held, held.parameters, held.items[0].parts[0].nbytes)
     findings: list[dcpx.Finding] = list(checked.findings)
     for finding in findings:

@@ -8,7 +8,7 @@ from typing import Any
 from torch_dcpx._gc import paused_gc
 from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.inspect_page import inspect_data
-from torch_dcpx.cli.output import FINE, UNSOUND, put_json, put_lines, put_table
+from torch_dcpx.cli.output import FINE, UNSOUND, not_shown, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.integrity.facts import Facts
 from torch_dcpx.reader.hints import command
@@ -53,7 +53,8 @@ def _put(found: Described, limit: int, with_parts: bool) -> None:
     way = [f"{command('verify', found.path)} says what can be done"] if found.faults else []
     put_lines([found.origin(), found.sums(), *found.faults, *way, ""])
     columns, rows = found.table()
-    shown = len(rows) if limit <= 0 else min(limit, len(rows))
+    shown = min(limit or len(rows), len(rows))
+    left = len(rows) - shown
     if with_parts:
         columns = ["dtype", "offsets", "sizes", "file", "#at byte", "#stored", "name"]
         rows = [
@@ -72,5 +73,4 @@ def _put(found: Described, limit: int, with_parts: bool) -> None:
         put_table(columns, rows)
     else:
         put_table(columns, rows[:shown])
-    if shown < len(found.fqns):
-        put_lines([f"... and {len(found.fqns) - shown} more (--limit 0 shows all)"])
+    put_lines(not_shown(left))

@@ -245,8 +245,12 @@ def put_result(result: Shown[Any], limit: int) -> None:
     more = len(rows) - limit if 0 < limit < len(rows) else 0
     if rows:
         put_table(columns, rows[:limit] if more else rows)
-    left = f" ({counted(more, 'row')} not shown)" if more else ""
-    put_lines([result.head() + left])
+    put_lines([result.head(), *not_shown(more)])
+
+
+def not_shown(names: int) -> list[str]:
+    """Returns the line that says how many names a limit has left out; none if it has not."""
+    return [f"{counted(names, 'name')} not shown: --limit 0 shows all"] if names else []
 
 
 @contextmanager
