@@ -174,8 +174,10 @@ function drawing(holder, draw) {
     const room = [innerWidth - tip.offsetWidth - 4, innerHeight - tip.offsetHeight - 4];
     [tip.style.left, tip.style.top] = [event.clientX, event.clientY].map((at, nth) => `${Math.max(4, Math.min(room[nth], at + 14))}px`);
   }
-  canvas.addEventListener("pointermove", hover);
-  canvas.addEventListener("pointerleave", () => hover(null));
+  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, hover);
+  canvas.addEventListener("pointerleave", ({ pointerType }) => pointerType === "touch" || hover(null)); // a tap shows it
+  canvas.addEventListener("pointercancel", () => hover(null));
+  addEventListener("scroll", () => hover(null), { passive: true });
   canvas.addEventListener("click", (event) => boxAt(event)?.act?.());
   new ResizeObserver(() => {
     if (holder.clientWidth !== width) requestAnimationFrame(redraw);

@@ -186,7 +186,7 @@ function timeline(one, end) {
     act[2]();
   });
   holder.addEventListener("wheel", (event) => {
-    const { deltaX, deltaY } = event;
+    const [deltaX, deltaY] = [event.deltaX, event.deltaY].map((each) => each * (event.deltaMode ? 33 : 1)); // lines, pixels
     const part = shareAt(event.clientX);
     if (event.ctrlKey || event.metaKey) show(from + part * (to - from), part, (to - from) * 2 ** (Math.max(-50, Math.min(50, deltaY)) / 50));
     else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) move((deltaX || deltaY) / wide);
