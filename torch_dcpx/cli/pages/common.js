@@ -99,9 +99,34 @@ function swatch(paint, mark = "") {
 }
 isDark.addEventListener("change", () => document.querySelectorAll(".swatch").forEach((one) => one.paint()));
 
-/** Makes a legend of [paint, text, mark] each. */
-function legend(entries) {
-  return el("ul", { class: "legend" }, ...entries.map(([paint, text, mark]) => el("li", {}, swatch(paint, mark), text)));
+const MAX_LEGEND = 16; // colours that a legend names
+
+/** Makes a legend of [paint, text, mark] each, the first of `entries` and all of `last`. */
+function legend(entries, last = []) {
+  const made = ([paint, text, mark]) => el("li", {}, swatch(paint, mark), text);
+  const more = entries.length > MAX_LEGEND ? [el("li", {}, `${countText(entries.length - MAX_LEGEND)} more`)] : [];
+  return el("ul", { class: "legend" }, ...entries.slice(0, MAX_LEGEND).map(made), ...more, ...last.map(made));
+}
+
+/** Makes a place for one of several things, which `make` gives by number, and the choice of it if there are. */
+function oneOf(label, texts, first, make) {
+  const pick = el("select", {}, ...texts.map((text) => el("option", {}, text)));
+  const place = el("div", {});
+  const show = () => place.replaceChildren(...make(pick.selectedIndex));
+  pick.selectedIndex = first;
+  pick.addEventListener("change", show);
+  show();
+  return [...(texts.length > 1 ? [el("div", { class: "fields" }, el("label", {}, label, pick))] : []), place];
+}
+
+/** Makes a list of faults, the first 100; `way` says where the others are. */
+function faultsOf(title, faults, way) {
+  const lines = faults.slice(0, 100).map((one) => el("li", {}, one));
+  return faults.length ? [el("div", { class: "faults" }, el("strong", {}, title), el("ul", {}, ...lines), ...moreThan(100, faults.length, way))] : [];
+}
+
+function moreThan(shown, all, way) {
+  return all > shown ? [el("p", { class: "hint" }, `${countText(all - shown)} more: ${way}.`)] : [];
 }
 
 const pen = document.createElement("canvas").getContext("2d");
