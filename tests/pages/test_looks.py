@@ -129,3 +129,19 @@ def test_diff_shows_what_became_nan_and_nothing_else_in_its_colour(
     rows = page.get_by_role("table", name="Names").locator("tbody tr").all_inner_texts()
     assert [row.split("\t")[1] for row in rows] == ["layers.2.w", "zero"]
     assert "NaN or ∞" not in rows[1] and "Infinity" in rows[1]
+
+
+def test_a_tap_shows_what_a_pointer_shows(page: Any, tmp_path: Path) -> None:
+    opened(page, page_of({"w": torch.ones(99)}, tmp_path))
+    chart = page.locator(".chart", has=page.locator("canvas")).last
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    finger = {"x": box["x"] + box["width"] / 2, "y": box["y"] + 150}
+    touch = page.context.new_cdp_session(page)
+    for kind, points in (("touchStart", [finger]), ("touchEnd", [])):
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    tip = chart.locator(".tip")
+    tip.wait_for(state="visible")
+    assert "rank 0" in tip.inner_text()
+    page.evaluate("scrollBy(0, -50)")
+    tip.wait_for(state="hidden")

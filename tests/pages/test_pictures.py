@@ -101,17 +101,20 @@ def test_comparison_sees_what_somebody_breaks(
     assert differences(blocks_of(page, helper, tmp_path / "x.png"), f"{name}-dark-1280") != []
 
 
-def test_comparison_bears_another_font(page: Any, helper: Any, drawn: Path, tmp_path: Path) -> None:
-    page.add_init_script("""
+@pytest.mark.parametrize("font", ["serif", "monospace"])
+def test_comparison_bears_another_font(
+    page: Any, helper: Any, drawn: Path, tmp_path: Path, font: str
+) -> None:
+    page.add_init_script(f"""
         const font = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "font");
-        const set = function (text) {
-            font.set.call(this, text.replace(/system-ui.*|sans-serif/, "serif"));
-        };
-        Object.defineProperty(CanvasRenderingContext2D.prototype, "font", { ...font, set });
+        const set = function (text) {{
+            font.set.call(this, text.replace(/system-ui.*|sans-serif/, "{font}"));
+        }};
+        Object.defineProperty(CanvasRenderingContext2D.prototype, "font", {{ ...font, set }});
     """)
     for name in PAGES:
         shown(page, drawn / f"{name}.html", 1280, "light")
-        page.evaluate("() => { document.body.style.fontFamily = 'serif'; }")
+        page.evaluate("(font) => { document.body.style.fontFamily = font; }", font)
         assert differences(blocks_of(page, helper, tmp_path / "x.png"), f"{name}-light-1280") == []
 
 

@@ -171,6 +171,23 @@ def test_trace_without_phases_says_so(page: Any, drawn: Callable[[Change], Path]
     assert page.locator(".chart").count() == 0 and page.locator("table").count() == 0
 
 
+def test_many_names_make_a_short_legend_and_a_short_table(
+    page: Any, drawn: Callable[[Change], Path]
+) -> None:
+    def change(rank: int, trace: dict[str, Any]) -> None:
+        about, (span, *_) = trace["traceEvents"][:-1], trace["traceEvents"][-1:]
+        trace["traceEvents"] = about + [{**span, "name": f"p{at}", "ts": at} for at in range(900)]
+        trace["otherData"]["seconds"] = {f"p{at}": 1.0 for at in range(900)}
+
+    opened(page, drawn(change))
+    texts_of(page, "timeline")
+    legend = page.locator(".legend li")
+    assert legend.count() == 17 and legend.last.inner_text().endswith(" more")
+    rows = page.get_by_role("table", name="Seconds by phase").locator("tbody tr")
+    assert rows.count() == 200
+    page.get_by_text("700 more: dcpx trace --json lists all.").wait_for()
+
+
 def test_labels_of_long_names_lie_upon_no_box(
     page: Any, width: int, drawn: Callable[[Change], Path]
 ) -> None:

@@ -13,7 +13,7 @@ from torch_dcpx._text import counted
 from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
 from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
-from torch_dcpx.cli.trace_page import trace_data
+from torch_dcpx.cli.trace_page import errors_of, trace_data
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.storage.directory import storage_errors
 
@@ -53,18 +53,18 @@ def run_trace(
     if page is not None:
         data = trace_data(traces, _rows, lambda trace: _read(trace.path)[1], out)
         page.write("trace", data)
-    errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
+    errors = errors_of(traces)
     operations = dict.fromkeys(trace.operation for trace in traces)
     if as_json:
         named = [{"operation": name, "id": own_id} for name, own_id in operations]
         head = {"out": str(out), "operations": named, "files": len(traces)}
-        put_json({**head, "errors": sorted(errors), "phases": rows})
+        put_json({**head, "errors": errors, "phases": rows})
         return FINE
     ranks = counted(len({trace.about["rank"] for trace in traces}), "rank")
     first = traces[0].about
     what = f"{first['operation']} of '{first['path']}' ({first['id'][:12]})"
     what = what if not takes_all and len(operations) == 1 else counted(len(traces), "trace")
-    put_lines([f"{what}, {ranks}: {out}", *(f"failed: {error}" for error in sorted(errors))])
+    put_lines([f"{what}, {ranks}: {out}", *(f"failed: {error}" for error in errors)])
     times = ("min_s", "median_s", "max_s")
     put_table(
         ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"],

@@ -54,6 +54,12 @@ def trace_data(
     }
 
 
+def errors_of(traces: Sequence[Trace]) -> list[str]:
+    """Returns what failed, and where."""
+    errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
+    return sorted(errors)
+
+
 def _operation(
     traces: Sequence[Trace],
     rows: list[dict[str, Any]],
@@ -69,14 +75,13 @@ def _operation(
         shift_us = (trace.about["origin_ns"] - origin_ns) / 1000
         events = events_of(trace)
         found += _rows(trace, events, shift_us, names, has_workers=id(trace) in with_workers)
-    errors = {f"{t.about['error']} on rank {t.about['rank']}" for t in traces if "error" in t.about}
     return {
         "operation": printable(about["operation"]),
         "id": printable(about["id"]),
         "path": printable(about["path"]),
         "ranks": len({trace.about["rank"] for trace in traces}),
         "ranks_with_workers": min(len(traces), _MOST_RANKS),
-        "errors": sorted(map(printable, errors)),
+        "errors": list(map(printable, errors_of(traces))),
         "phases": [{**row, "phase": printable(row["phase"])} for row in rows],
         "names": list(map(printable, names)),
         "rows": [row._asdict() for row in found],

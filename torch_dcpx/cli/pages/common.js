@@ -99,9 +99,34 @@ function swatch(paint, mark = "") {
 }
 isDark.addEventListener("change", () => document.querySelectorAll(".swatch").forEach((one) => one.paint()));
 
-/** Makes a legend of [paint, text, mark] each. */
-function legend(entries) {
-  return el("ul", { class: "legend" }, ...entries.map(([paint, text, mark]) => el("li", {}, swatch(paint, mark), text)));
+const MAX_LEGEND = 16; // colours that a legend names
+
+/** Makes a legend of [paint, text, mark] each, the first of `entries` and all of `last`. */
+function legend(entries, last = []) {
+  const made = ([paint, text, mark]) => el("li", {}, swatch(paint, mark), text);
+  const more = entries.length > MAX_LEGEND ? [el("li", {}, `${countText(entries.length - MAX_LEGEND)} more`)] : [];
+  return el("ul", { class: "legend" }, ...entries.slice(0, MAX_LEGEND).map(made), ...more, ...last.map(made));
+}
+
+/** Makes a place for one of several things, which `make` gives by number, and the choice of it if there are. */
+function oneOf(label, texts, first, make) {
+  const pick = el("select", {}, ...texts.map((text) => el("option", {}, text)));
+  const place = el("div", {});
+  const show = () => place.replaceChildren(...make(pick.selectedIndex));
+  pick.selectedIndex = first;
+  pick.addEventListener("change", show);
+  show();
+  return [...(texts.length > 1 ? [el("div", { class: "fields" }, el("label", {}, label, pick))] : []), place];
+}
+
+/** Makes a list of faults, the first 100; `way` says where the others are. */
+function faultsOf(title, faults, way) {
+  const lines = faults.slice(0, 100).map((one) => el("li", {}, one));
+  return faults.length ? [el("div", { class: "faults" }, el("strong", {}, title), el("ul", {}, ...lines), ...moreThan(100, faults.length, way))] : [];
+}
+
+function moreThan(shown, all, way) {
+  return all > shown ? [el("p", { class: "hint" }, `${countText(all - shown)} more: ${way}.`)] : [];
 }
 
 const pen = document.createElement("canvas").getContext("2d");
@@ -174,8 +199,10 @@ function drawing(holder, draw) {
     const room = [innerWidth - tip.offsetWidth - 4, innerHeight - tip.offsetHeight - 4];
     [tip.style.left, tip.style.top] = [event.clientX, event.clientY].map((at, nth) => `${Math.max(4, Math.min(room[nth], at + 14))}px`);
   }
-  canvas.addEventListener("pointermove", hover);
-  canvas.addEventListener("pointerleave", () => hover(null));
+  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, hover);
+  canvas.addEventListener("pointerleave", ({ pointerType }) => pointerType === "touch" || hover(null)); // a tap shows it
+  canvas.addEventListener("pointercancel", () => hover(null));
+  addEventListener("scroll", () => hover(null), { passive: true });
   canvas.addEventListener("click", (event) => boxAt(event)?.act?.());
   new ResizeObserver(() => {
     if (holder.clientWidth !== width) requestAnimationFrame(redraw);

@@ -5,7 +5,6 @@ const SHOWN = 100; // rows of a table
 const FIRST = 20; // of these, the largest tensors that show at once
 const MAX_RESULTS = 50; // names that a search lists
 const MAX_DRAWN = 4000; // parts of one tensor
-const MAX_LEGEND = 16; // colours that a legend names
 
 /** Returns the parts of an item: [offsets, sizes, number of the file, byte in it, bytes] each. */
 function partsOf({ items, layouts }, item) {
@@ -40,7 +39,7 @@ function inspected(found) {
       ["ranks", ranks.length ? countText(ranks.length) : ""], ["files", countText(files.name.length)],
       ["written by", found.written_by], ["saved", found.saved], ["save id", found.save_id], ["keys", found.keys.join(", ")],
     ]),
-    ...faultsOf(found.faults),
+    ...faultsOf(counted(found.faults.length, "fault"), found.faults, "dcpx inspect lists all"),
     el("section", {}, el("h2", {}, "Sizes by module"),
       el("p", { class: "hint" }, "A box is as large as its bytes. Click a module to go into it, a tensor to see where it lies."),
       ...coloredModules(found, values, choose)),
@@ -84,10 +83,8 @@ function coloredModules(found, values, choose) {
       return fill(total[main] >= 0.8 * sum(total) ? hues[main] : NO_HUE); // else it is of several
     };
     const order = [...labels.keys()].filter((key) => totals[key]).sort((one, two) => (one === others) - (two === others) || totals[two] - totals[one]);
-    const entries = order.slice(0, MAX_LEGEND).map((key) => [() => fill(hues[key]), `${labels[key]} ${bytesText(totals[key])}`]);
-    const more = order.length > MAX_LEGEND ? [`${order.length - MAX_LEGEND} more`] : [];
-    if (order.length > 1) entries.push([() => fill(NO_HUE), ["a module of several", ...more].join("; ")]);
-    place.replaceChildren(legend(entries));
+    const entries = order.map((key) => [() => fill(hues[key]), `${labels[key]} ${bytesText(totals[key])}`]);
+    place.replaceChildren(legend(entries, order.length > 1 ? [[() => fill(NO_HUE), "a module of several"]] : []));
   }
   const root = modulesOf(items.name, items.nbytes);
   recolor();
@@ -174,17 +171,6 @@ function holderOf(files, file) {
   if (file < 0) return { label: "no file", hue: NO_HUE };
   const rank = files.rank[file];
   return { label: rank === null ? `file ${file}` : `rank ${rank}`, hue: RANKS[(rank ?? file) % RANKS.length] };
-}
-
-function moreThan(shown, all, way) {
-  return all > shown ? [el("p", { class: "hint" }, `${countText(all - shown)} more: ${way}.`)] : [];
-}
-
-function faultsOf(faults) {
-  if (!faults.length) return [];
-  const lines = faults.slice(0, SHOWN).map((one) => el("li", {}, one));
-  const more = moreThan(SHOWN, faults.length, "dcpx inspect lists all");
-  return [el("div", { class: "faults" }, el("strong", {}, counted(faults.length, "fault")), el("ul", {}, ...lines), ...more)];
 }
 
 const formOf = (items, item) => (items.dtype[item] === null ? "object" : `${items.dtype[item]} ${listText(items.shape[item])}`);
@@ -318,13 +304,7 @@ function shardMap(found, item, { hueOf, ownerOf, fileOf }) {
 }
 
 function showInspected() {
-  const pick = el("select", {});
-  const place = el("div", {});
-  const show = () => place.replaceChildren(inspected(data.checkpoints[pick.selectedIndex]));
-  pick.append(...data.checkpoints.map((one) => el("option", {}, one.metadata_file)));
-  pick.addEventListener("change", show);
-  const several = data.checkpoints.length > 1 ? [el("div", { class: "fields" }, el("label", {}, "Metadata of", pick))] : [];
   document.title = `${data.path} - dcpx inspect`;
-  page.replaceChildren(el("h1", {}, "Checkpoint ", el("span", { class: "name" }, data.path)), ...several, place);
-  show();
+  page.replaceChildren(el("h1", {}, "Checkpoint ", el("span", { class: "name" }, data.path)),
+    ...oneOf("Metadata of", data.checkpoints.map((one) => one.metadata_file), 0, (at) => [inspected(data.checkpoints[at])]));
 }

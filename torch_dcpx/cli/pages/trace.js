@@ -2,7 +2,7 @@
 "use strict";
 
 const MOST_ROWS = 128; // of the timeline
-const MOST_LISTED = 200; // boxes of the list
+const MOST_LISTED = 200; // rows of a table
 const BAR = 18; // pixels
 const AXIS = 26;
 const LETTER = 6.5; // of a label: what a font measures would move the whole timeline
@@ -23,33 +23,28 @@ function timeText(us) {
 const endOf = (row) => row.boxes.reduce((end, [, begin, length]) => Math.max(end, begin + length), 0);
 
 function showTrace() {
-  const pick = el("select", { id: "operation" });
-  const place = el("div", {});
-  const show = () => place.replaceChildren(...operation(data.operations[pick.selectedIndex]));
-  pick.append(...data.operations.map((one) => el("option", {}, `${one.operation} of ${one.path} (${one.id.slice(0, 12)})`)));
-  pick.selectedIndex = data.operations.length - 1;
-  pick.addEventListener("change", show);
-  const several = data.operations.length > 1 ? [el("div", { class: "fields" }, el("label", {}, "Save or load", pick))] : [];
+  const names = data.operations.map((one) => `${one.operation} of ${one.path} (${one.id.slice(0, 12)})`);
   const older = data.left_out ? [el("p", { class: "hint" }, `${countText(data.left_out)} older ones are left out: --save-id names one.`)] : [];
   document.title = `${data.operations[0].path} - dcpx trace`;
-  page.replaceChildren(el("h1", {}, "Where the time went"), ...several, ...older, place);
-  show();
+  page.replaceChildren(el("h1", {}, "Where the time went"), ...older,
+    ...oneOf("Save or load", names, names.length - 1, (at) => operation(data.operations[at])));
 }
 
 function operation(one) {
   const end = Math.max(1, ...one.rows.map(endOf));
   const work = one.phases.filter((row) => !row.phase.includes(":") && !WAITING.includes(row.phase));
   const slowest = work.reduce((most, row) => (!most || row.max_s > most.max_s ? row : most), null);
-  const rows = one.phases.map((row) => [el("span", { class: "marked" }, swatch(() => paintOf(row.phase.replace("worker: ", ""))), row.phase),
+  const rows = one.phases.slice(0, MOST_LISTED).map((row) => [el("span", { class: "marked" }, swatch(() => paintOf(row.phase.replace("worker: ", ""))), row.phase),
     countText(row.ranks), row.min_s.toFixed(3), row.median_s.toFixed(3), row.max_s.toFixed(3), `rank ${row.slowest}`]);
   return [
     facts([[one.operation, one.path], ["id", one.id], ["ranks", countText(one.ranks)], ["from first to last", timeText(end)],
       ["longest phase", slowest ? `${slowest.phase}, ${slowest.max_s.toFixed(3)} s on rank ${slowest.slowest}` : ""]]),
-    ...(one.errors.length ? [el("div", { class: "faults" }, el("strong", {}, "failed"), el("ul", {}, ...one.errors.map((text) => el("li", {}, text))))] : []),
+    ...faultsOf("failed", one.errors, "dcpx trace lists all"),
     one.rows.length ? timeline(one, end) : el("p", {}, "It recorded no phase: there is no timeline."),
     ...(rows.length ? [el("section", {}, el("h2", {}, "Seconds by phase"),
       el("p", { class: "hint" }, "A worker's row is the mean over the workers of a rank."),
-      table("Seconds by phase", ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"], rows))] : []),
+      table("Seconds by phase", ["phase", "#ranks", "#min s", "#median s", "#max s", "slowest"], rows),
+      ...moreThan(MOST_LISTED, one.phases.length, "dcpx trace --json lists all"))] : []),
   ];
 }
 
@@ -107,7 +102,7 @@ function timeline(one, end) {
     const boxes = rows.flatMap((row) => row.boxes.filter(([, begin, length]) => begin < to && begin + length > from).map((box) => [row, ...box]));
     const lines = boxes.slice(0, MOST_LISTED).map(([row, name, begin, length, nbytes]) => [labelOf(row), one.names[name], timeText(begin), timeText(length), nbytes ? bytesText(nbytes) : ""]);
     list.replaceChildren(list.firstChild, table("Boxes", ["row", "phase", "#begins at", "#takes", "#bytes"], lines),
-      ...(boxes.length > MOST_LISTED ? [el("p", { class: "hint" }, `${countText(boxes.length - MOST_LISTED)} more: go nearer.`)] : []));
+      ...moreThan(MOST_LISTED, boxes.length, "go nearer"));
   }
   function draw(width) {
     const longest = LETTER * Math.max(0, ...rows.map((row) => labelOf(row).length)) + 16;
@@ -186,7 +181,7 @@ function timeline(one, end) {
     act[2]();
   });
   holder.addEventListener("wheel", (event) => {
-    const { deltaX, deltaY } = event;
+    const [deltaX, deltaY] = [event.deltaX, event.deltaY].map((each) => each * (event.deltaMode ? 33 : 1)); // lines, pixels
     const part = shareAt(event.clientX);
     if (event.ctrlKey || event.metaKey) show(from + part * (to - from), part, (to - from) * 2 ** (Math.max(-50, Math.min(50, deltaY)) / 50));
     else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) move((deltaX || deltaY) / wide);
