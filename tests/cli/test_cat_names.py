@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -101,3 +102,12 @@ def test_one_object_that_no_reader_makes_hides_no_other(tmp_path: Path) -> None:
     rows = json.loads(cat(tmp_path, "*", "--json").stdout)
     assert [row["name"] for row in rows] == ["a", "own", "z"]
     assert rows[1]["error"]["type"] == "UnsafePickleError"
+
+
+def test_json_has_arrays_as_lists_and_loses_no_key(tmp_path: Path) -> None:
+    tensor = torch.arange(2.0)
+    state = {"a": np.arange(3), "s": np.float32(2), "t": (tensor,), "keys": ({1: "a", "1": "b"},)}
+    dcpx.save(state, tmp_path)
+    found = {row["name"]: row["value"] for row in json.loads(cat(tmp_path, "*", "--json").stdout)}
+    assert found["a"] == [0, 1, 2] and found["s"] == 2.0 and found["t"] == [[0.0, 1.0]]
+    assert found["keys"] == [{"1": "a", "'1'": "b"}]

@@ -41,7 +41,7 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
         "storage", "tensors", "ranks", "unpickle", "metadata", "staging", "reader", "keys",
         "writer", "planners",
     },
-    "integrity": {"storage", "tensors", "metadata", "reader", "writer"},
+    "integrity": {"storage", "tensors", "unpickle", "metadata", "reader", "writer"},
     "artifacts": {"storage", "tensors", "ranks", "metadata", "reader", "keys", "planners",
                   "checkpoint"},
     "manager": {

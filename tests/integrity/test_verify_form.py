@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from support.chunked import chunked, grid
 import torch_dcpx as dcpx
 
 BOTH = "bytes against recorded checksums and form (names, shapes, dtypes, sizes)"
+STOCK = "bytes against recorded checksums and form (shapes, dtypes, sizes)"  # its items lack names
 
 
 def stock(state: dict[str, Any], path: Path) -> Path:
@@ -58,7 +62,71 @@ def test_stock_checkpoints_of_all_kinds_of_items_are_whole(tmp_path: Path) -> No
     }
     report = dcpx.verify(stock(state, tmp_path / "c"))
     assert report.ok and not report.findings
-    assert f"proved: {BOTH}" in str(report)
+    assert f"proved: {STOCK}" in str(report)
+
+
+def place(metadata: Any, fqn: str) -> Any:
+    return next(one for one in metadata.storage_data if one.fqn == fqn)
+
+
+def swap_with_an_object(metadata: Any) -> None:
+    a, b = place(metadata, "a"), place(metadata, "step")
+    stored = metadata.storage_data
+    stored[a], stored[b] = stored[b], stored[a]
+
+
+def empty_item(metadata: Any) -> None:
+    metadata.storage_data[place(metadata, "a")].length = 0
+
+
+def empty_object(metadata: Any) -> None:
+    metadata.storage_data[place(metadata, "step")].length = 0
+
+
+def forget_the_name(metadata: Any) -> None:
+    metadata.state_dict_metadata.pop("a")
+
+
+def other_chunk(metadata: Any) -> None:
+    index = place(metadata, "a")
+    stored = metadata.storage_data
+    stored[replace(index, offset=torch.Size([7]))] = stored[index]
+
+
+def other_sizes_of_conj(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["conj"]
+    entry.size = torch.Size([3])
+    entry.chunks[0].sizes = torch.Size([3])
+
+
+def other_dtype_of_conj(metadata: Any) -> None:
+    metadata.state_dict_metadata["conj"].properties.dtype = torch.complex128
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_with_an_object, "'a' in '__0_0.distcp' is of another form: the file says int"),
+        (empty_item, "'a' takes 0 B"),
+        (empty_object, "'step' takes 0 B"),
+        (forget_the_name, "where 'a' at offset [0] is stored, but names no such"),
+        (other_chunk, "where 'a' at offset [7] is stored, but names no such"),
+        (other_sizes_of_conj, "the file says [2], the metadata [3]"),
+        (other_dtype_of_conj, "the file says torch.complex64, the metadata torch.complex128"),
+    ],
+)
+def test_metadata_that_the_file_does_not_hold_is_a_fault(
+    tmp_path: Path, change: Callable[[Any], None], said: str
+) -> None:
+    state = {"a": torch.ones(3), "step": 7, "conj": torch.tensor([1 + 2j, 3]).conj()}
+    path = stock(state, tmp_path / "c") / ".metadata"
+    report = dcpx.verify(tmp_path / "c")
+    assert report.ok and report.proved == STOCK and not report.notes
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    report = dcpx.verify(tmp_path / "c")
+    assert not report.ok and said in str(report)
 
 
 def test_report_says_what_it_proved(tmp_path: Path) -> None:

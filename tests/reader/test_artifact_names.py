@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch as st
 import torch
+from click.testing import CliRunner
 
 import torch_dcpx as dcpx
+from torch_dcpx.cli.app import app
 from torch_dcpx.errors import NotCommittedError
 from torch_dcpx.reader.safetensors import file_among, names_file
 from torch_dcpx.reader.saved_parts import PARTS_NAME
@@ -117,3 +121,15 @@ def test_index_of_bins_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
         )
     dcpx.export(found, tmp_path / "out", no_dist=True)
     assert torch.equal(dcpx.load_tensors(tmp_path / "out")["a"], new)
+
+
+@pytest.mark.parametrize("call", [dcpx.load_tensors, dcpx.verify, dcpx.inspect, dcpx.stats])
+def test_every_door_names_the_files_of_which_none_is_meant(
+    tmp_path: Path, call: Callable[[Path], Any]
+) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        st.save_file({"w": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(NotCommittedError, match=r"holds 'a.safetensors', 'b"):
+        call(tmp_path)
+    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    assert result.exit_code == 2 and "holds 'a.safetensors'" in result.output

@@ -21,7 +21,7 @@ from torch_dcpx.cli.output import (
     showing_progress,
 )
 from torch_dcpx.errors import DcpxError, NotCommittedError, RepairError, StorageError
-from torch_dcpx.integrity.contents import open_checkpoint, open_contents
+from torch_dcpx.integrity.contents import open_checkpoint, open_contents, refuse_several
 from torch_dcpx.integrity.facts import Facts, facts_of_export
 from torch_dcpx.integrity.findings import RepairReport
 from torch_dcpx.integrity.repair import accepting, repair
@@ -89,6 +89,7 @@ def _seen_at(path: Location) -> Iterator[Seen | None]:
             yield seen
     if not is_any:
         with open_contents(path) as contents:
+            refuse_several(path, contents.look.names)
             is_export = contents.artifact is not None
         if is_export:
             yield None

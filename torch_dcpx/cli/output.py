@@ -190,11 +190,16 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return _plain(value._asdict())
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        text = str if len({str(key) for key in value}) == len(value) else repr  # 1 and "1"
+        return {text(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(each) for each in value]
     if value is None or isinstance(value, int | str) or (type(value) is float and isfinite(value)):
         return value
+    if type(value) is not float and hasattr(value, "tolist"):  # of numpy and torch
+        items = value.tolist()
+        if type(items) in (list, int, float):
+            return _plain(items)
     return str(value)  # JSON has no nan, no inf
 
 

@@ -16,16 +16,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torch_dcpx._compat import common_properties, dtype_name
 from torch_dcpx._native import _C
-from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.findings import Finding, ItemRanges, file_finding, of_error, of_raw
 from torch_dcpx.integrity.footers import BYTES, TENSOR, FileFacts, FooterRow, RawFinding, add_file
+from torch_dcpx.integrity.stock_forms import compare_forms
 from torch_dcpx.metadata.file import decode_metadata, encode_pieces
 from torch_dcpx.metadata.lazy import plain_metadata
 from torch_dcpx.metadata.parts import decode_parts
 from torch_dcpx.metadata.stock import load_stock_metadata
-from torch_dcpx.options import ReadOptions
-from torch_dcpx.reader.locate import Form
 from torch_dcpx.storage.names import METADATA_NAME, FileEntry
 from torch_dcpx.storage.place import Place
 from torch_dcpx.tensors.tiling import offence_text, untiled
@@ -140,6 +138,7 @@ def _check_chunks(metadata: Metadata, name: str, *, is_whole: bool) -> Iterator[
         (index.fqn, None if index.offset is None else tuple(index.offset))
         for index in metadata.storage_data
     }
+    named: set[tuple[str, Any]] = set()
     for fqn, entry in metadata.state_dict_metadata.items():
         chunks: list[Any] = [None]
         if isinstance(entry, TensorStorageMetadata):
@@ -149,6 +148,11 @@ def _check_chunks(metadata: Metadata, name: str, *, is_whole: bool) -> Iterator[
                 at = "" if chunk is None else f" at offset {list(chunk)}"
                 message = f"'{name}' does not say where '{fqn}'{at} is stored"
                 yield file_finding("item", name, message, fqns=(fqn,))
+            named.add((fqn, chunk))
+    for fqn, chunk in stored - named:
+        at = "" if chunk is None else f" at offset {list(chunk)}"
+        message = f"'{name}' says where '{fqn}'{at} is stored, but names no such part"
+        yield file_finding("item", name, message, fqns=(fqn,))
     if is_whole:
         for fqn, offence, text in coverage_offences(metadata.state_dict_metadata):
             kind = "overlap" if offence == "overlap" else "hole"
@@ -199,13 +203,14 @@ def look_at_named(
             if checkpoint.files is not None:
                 message = f"'{checkpoint.name}' names '{name}', which its file table lacks"
                 findings.append(file_finding("disagreement", name, message))
+            findings += (_empty(item, name) for item in items if not item.nbytes)
             rows = [(i.offset, i.nbytes, i.offsets is not None and not i.is_opaque) for i in apart]
             raws = map(RawFinding._make, job.add_foreign(name, rows)[1])
             findings += [of_raw(raw, name, ranges) for raw in raws]
             known = {fqn for finding in findings for fqn in finding.fqns}
             tensors = [i for i, (_, _, is_tensor) in zip(apart, rows, strict=True) if is_tensor]
             unknown = [item for item in tensors if item.fqn not in known]
-            findings += _compare_forms(directory, unknown, checkpoint.metadata, name)
+            findings += compare_forms(directory, unknown, checkpoint.metadata, name)
             return LookedAt(ranges, findings, True)
         facts = add_file(job, name)
     except (DcpxError, UnicodeEncodeError) as error:
@@ -316,56 +321,10 @@ def _compare_rows(
             yield file_finding("item", name, why, where=where, fqns=(item.fqn,))
 
 
-def _compare_forms(
-    directory: Place, items: Sequence[Item], metadata: Metadata, name: str
-) -> Iterator[Finding]:
-    """Yields the tensors in a file of stock's whose shape or dtype is not that of the metadata."""
-    job = directory.read_job(ReadOptions())
-    try:
-        try:
-            forms = _forms_of(job, name, items)
-        except DcpxError:  # of one of them: each by itself
-            forms = []
-            for item in items:
-                try:
-                    forms += _forms_of(job, name, [item])
-                except DcpxError as error:
-                    yield of_error("item", error, name, (item.fqn,))
-                    forms.append(None)
-    finally:
-        job.close()
-    chunk_sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
-    unlike: list[str] = []
-    for item, form in zip(items, forms, strict=True):
-        entry = metadata.state_dict_metadata.get(item.fqn)
-        if form is None or not isinstance(entry, TensorStorageMetadata):
-            continue
-        if form.kind != "plain":
-            unlike.append(item.fqn)
-            continue
-        if item.fqn not in chunk_sizes:
-            chunk_sizes[item.fqn] = {tuple(c.offsets): tuple(c.sizes) for c in entry.chunks}
-        wanted = chunk_sizes[item.fqn].get(item.offsets or ())
-        why = ""
-        if wanted is not None and form.sizes != wanted:
-            why = f"the file says {list(form.sizes)}, the metadata {list(wanted)}"
-        elif form.dtype is not None and form.dtype != entry.properties.dtype:
-            why = f"the file says {form.dtype}, the metadata {entry.properties.dtype}"
-        if why:
-            message = f"'{item.fqn}' in '{name}' is of another form: {why}"
-            where = (item.offset, item.nbytes)
-            yield file_finding("item", name, message, where=where, fqns=(item.fqn,))
-    if unlike:
-        message = f"'{name}' holds {counted(len(unlike), 'item')} that torch alone decodes, "
-        yield file_finding("unchecked", name, f"{message}whose form is not compared", fqns=unlike)
-
-
-def _forms_of(job: _C.ReadJob, name: str, items: Sequence[Item]) -> list[Form | None]:
-    """Returns the forms of tensors in a file of stock's. Raises: as a load, of the first fault."""
-    wanted = [(0, item.offset, item.nbytes, True) for item in items]
-    rows, places = job.locate([(name, False, 0, b"", 0, b"")], wanted)
-    forms = [Form(*row) for row in rows]
-    return [forms[number] for number, *_ in places]
+def _empty(item: Item, name: str) -> Finding:
+    """Returns the finding for an item of stock's without a byte: each is an archive."""
+    message = f"the metadata says that '{item.fqn}' takes 0 B of '{name}'"
+    return file_finding("item", name, message, where=(item.offset, 0), fqns=(item.fqn,))
 
 
 def _apart(items: list[Item], name: str) -> tuple[list[Item], list[Finding]]:

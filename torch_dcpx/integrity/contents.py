@@ -16,7 +16,13 @@ from torch_dcpx.integrity.states import opened
 from torch_dcpx.metadata.brief import RECORD_ITEM, Brief, brief_of
 from torch_dcpx.reader.hints import add_repair
 from torch_dcpx.reader.safetensors import file_among, names_file
-from torch_dcpx.storage.names import METADATA_NAME, Look, is_data_file_name, is_metadata_name
+from torch_dcpx.storage.names import (
+    METADATA_NAME,
+    Look,
+    index_kind,
+    is_data_file_name,
+    is_metadata_name,
+)
 from torch_dcpx.storage.object_url import Location, ObjectUrl, location_of
 from torch_dcpx.storage.paths import checked_location
 from torch_dcpx.storage.place import Place
@@ -79,6 +85,15 @@ def artifact_among(where: Location, names: Sequence[str]) -> str | None:
         return file_among(where, names)
     except NotCommittedError:  # the look at a checkpoint says it better
         return None
+
+
+def refuse_several(where: Location, names: Sequence[str]) -> None:
+    """Raises NotCommittedError where files of safetensors lie, of which none is meant."""
+    if any(is_data_file_name(name) or is_metadata_name(name) for name in names):
+        return
+    seen = [name for name in names if not name.startswith(".")]
+    if any(name.endswith(".safetensors") or index_kind(name) for name in seen):
+        file_among(where, names)
 
 
 def commits_among(names: Iterable[str]) -> list[str]:

@@ -87,7 +87,8 @@ class VerifyReport:
         metadata_s: seconds for `.metadata`, footers and their comparison.
         sum_s: seconds for reading and summing the data files.
         total_s: seconds, all in all.
-        is_form_compared: whether names, shapes and dtypes were compared with what the files hold.
+        is_form_compared: whether shapes and dtypes were compared with what the files hold.
+        is_named: whether names were, too: stock's data files hold none.
     """
 
     path: str
@@ -101,6 +102,7 @@ class VerifyReport:
     sum_s: float
     total_s: float
     is_form_compared: bool
+    is_named: bool = True
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -124,7 +126,8 @@ class VerifyReport:
         if self.checked_bytes:
             parts.append("bytes against recorded checksums")
         if self.is_form_compared:
-            parts.append("form (names, shapes, dtypes, sizes)")
+            names = "names, " if self.is_named else ""
+            parts.append(f"form ({names}shapes, dtypes, sizes)")
         lacking = ", no bytes" if parts and not self.checked_bytes else ""
         lacking = ", no form" if parts and not self.is_form_compared else lacking
         unchecked = [note for note in self.notes if note.kind == "unchecked"]

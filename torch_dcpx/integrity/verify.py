@@ -29,7 +29,7 @@ from torch_dcpx.integrity.compare import (
     look_at_named,
     read_checkpoint,
 )
-from torch_dcpx.integrity.contents import commits_among, open_contents
+from torch_dcpx.integrity.contents import commits_among, open_contents, refuse_several
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, led_on, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.integrity.states import state_of
@@ -75,7 +75,7 @@ def verify(
         The report: `report.ok`, `report.findings`. Faults raise nothing.
 
     Raises:
-        NotCommittedError: `path` is no directory.
+        NotCommittedError: `path` is no directory, or holds several exports.
         StorageError: the directory cannot be opened or listed.
         OptionError: an argument that cannot work.
         UnsupportedError: a URL of another kind of store; a file of torch.save in a store.
@@ -91,6 +91,7 @@ def verify(
         job = directory.verify_job(options)
         if contents.artifact is not None:
             return verify_artifact(contents, job, safe_globals, progress)
+        refuse_several(contents.path, contents.look.names)
         run = _Run(directory, contents.look, job, safe_globals)
         run.compare()
         looked = time.perf_counter()
@@ -108,6 +109,7 @@ def verify(
         sum_s=ended - looked,
         total_s=ended - began,
         is_form_compared=run.is_form_compared,
+        is_named=not run.is_of_stock,
     )
 
 
@@ -126,6 +128,7 @@ class _Run:
     parts: int = 0
     checked_bytes: int = 0
     is_form_compared: bool = False
+    is_of_stock: bool = False
 
     def compare(self) -> None:
         """Steps 1 and 2."""
@@ -133,6 +136,7 @@ class _Run:
         self.commits = commits_among(names)
         known = [found for found in map(self._read, self.commits) if found is not None]
         self.is_form_compared = bool(known) and len(known) == len(self.commits)
+        self.is_of_stock = any(each.files is None for each in known)
         for checkpoint in known:
             self.items += len(checkpoint.metadata.state_dict_metadata)
             self.parts += len(checkpoint.metadata.storage_data)

@@ -30,6 +30,7 @@ from torch_dcpx.integrity.contents import (
     open_checkpoint,
     open_contents,
     read_commit,
+    refuse_several,
     wanted_sizes,
 )
 from torch_dcpx.integrity.facts import Facts, facts_of, facts_of_export
@@ -291,6 +292,7 @@ def inspect(path: str | os.PathLike[str], keys: str | Iterable[str] | None = Non
         if contents.artifact is not None:
             found = [_described_artifact(contents, contents.artifact)]
         else:
+            refuse_several(contents.path, contents.look.names)
             found = described_in(contents.place, contents.look)
     if globs:
         stored = dict.fromkeys(fqn for each in found for fqn in each.fqns)
