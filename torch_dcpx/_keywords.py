@@ -18,7 +18,7 @@ from torch_dcpx.options import ReadOptions, WriteOptions
 _OTHERS: Mapping[str, str] = {
     "lr_scheduler": "scheduler schedulers lr_schedulers sched lr_sched",
     "optimizer": "optim optimizers opt optims",
-    "model": "module net network models",
+    "model": "module net network models model_parts",
     "dataloader": "data_loader train_dataloader train_loader loader dataloaders datamodule",
     "state": "extra extra_state app_state extras train_state training_state items client_state",
     "user_content": "content user_data extra_metadata meta custom_metadata",
@@ -172,7 +172,7 @@ def _hint(word: str, parameters: Mapping[str, inspect.Parameter]) -> str:
     """Returns what a keyword may have meant, or what the call takes."""
     taken = [one for one in parameters if one != "self" and not one.startswith("_")]
     meant = [word, *(own for own, others in _OTHERS.items() if word.lower() in others.split())]
-    for one in meant:
+    for one in (*meant, *_OTHERS.get(word, "").split()):  # also ours where another name is taken
         if one in taken:
             return f"; did you mean {one!r}?"
     fields = dict(_options_of(parameters))

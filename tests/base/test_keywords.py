@@ -124,8 +124,9 @@ def test_an_adapter_knows_what_its_framework_takes() -> None:
     assert Adapter(total_limit=3, cpu=True)
     with pytest.raises(TypeError, match=r"^Adapter\(\) got .* did you mean 'trainable_only'\?$"):
         Adapter(trainable=True)
-    with pytest.raises(TypeError, match=r"did you mean 'total_limit'\?$"):
-        Adapter(total_limits=True)
+    for word in ("total_limits", "keep_last"):
+        with pytest.raises(TypeError, match=r"did you mean 'total_limit'\?$"):
+            Adapter(**{word: True})
     with pytest.raises(TypeError, match=r"^Adapter.wait_for_saves\(\) got .* mean 'timeout_s'\?$"):
         Adapter().wait_for_saves(timeout=True)  # type: ignore[call-arg]
     assert Adapter.save_state is Framework.save_state

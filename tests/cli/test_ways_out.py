@@ -125,6 +125,8 @@ def test_ls_and_doctor_lead_to_an_export(tmp_path: Path) -> None:
     save(STATE, tmp_path / "run/step-2")
     code, text = dcpx("ls", tmp_path / "run")
     assert code == 0 and "committed" in text and "an export" in text
+    torch_dcpx.export(STATE, tmp_path / "run/beside.safetensors", no_dist=True)
+    assert len(dcpx("ls", tmp_path / "run")[1].splitlines()) == len(text.splitlines())
 
 
 def test_stats_of_an_object_lead_to_cat(tmp_path: Path) -> None:

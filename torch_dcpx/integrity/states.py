@@ -256,13 +256,16 @@ def walk(path: Location) -> Iterator[Seen]:
             raise StorageError(text, errno=errno.ENOENT, path=str(path))
     links = _lost_links(path, set(look.names).difference(names)) if isinstance(path, Path) else []
     budget = [_MOST_BENEATH]
+    is_any = False
     for name in sorted([*names, *links], key=in_order):
-        yield from _beneath(path / name, name, budget, is_last=False)
+        for seen in _beneath(path / name, name, budget, is_last=False):
+            is_any = is_any or seen.state.kind != "none"
+            yield seen
     if budget[0] < 0:
         text = f"no more than {_MOST_BENEATH} directories two levels down were looked into"
         yield Seen(path.name or str(path), path, State("none", text))
     own = _no_checkpoint(path, look.names)
-    if own.is_export:
+    if own.is_export and not is_any:  # beside checkpoints it is not what was asked about
         yield Seen(path.name or str(path), path, own)
 
 
