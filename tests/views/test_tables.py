@@ -11,6 +11,7 @@ import torch
 from support.saves import save
 
 import torch_dcpx as dcpx
+from torch_dcpx.views.ls import ListedCheckpoint, Listing
 from torch_dcpx.views.tables import Shown, Table
 
 
@@ -36,6 +37,13 @@ def test_a_text_has_a_head_aligned_rows_and_says_how_many_are_left() -> None:
     assert lines[1] == "name        size"
     assert lines[12] == "step-10<b>    10"
     assert lines[-1] == "and 980 rows more" and len(lines) == 23
+
+
+def test_of_many_checkpoints_the_newest_are_shown() -> None:
+    rows = [ListedCheckpoint(f"step-{step}", f"r/step-{step}", "committed") for step in range(25)]
+    lines = str(Listing("r", tuple(rows))).splitlines()
+    assert lines[2].endswith("step-5") and lines[21].endswith("step-24")
+    assert lines[22] == "and 5 rows more"
 
 
 def test_a_notebook_gets_a_table_in_which_no_name_is_markup() -> None:

@@ -97,6 +97,8 @@ class Listing(Shown[ListedCheckpoint]):
         checkpoints: in the order of their names; numbers in these count as numbers.
     """
 
+    _keeps_last = True  # the newest, by their names
+
     path: str
     checkpoints: tuple[ListedCheckpoint, ...]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -25,6 +25,8 @@ class Shown(Generic[_Each]):
 
     Iterates over what its rows are of: `pandas.DataFrame` takes it.
     """
+
+    _keeps_last = False  # of too many rows; else the first are shown
 
     def head(self) -> str:
         """Returns the result in one line."""
@@ -56,10 +58,9 @@ class Shown(Generic[_Each]):
         found = self.table()
         lines = [printable(self.head())]
         if found.rows:
-            lines += aligned(found.columns, _texts(islice(found.rows, _MOST_ROWS)))
-        left = len(found.rows) - _MOST_ROWS
-        if left > 0:
-            lines.append(f"and {counted(left, 'row')} more")
+            lines += aligned(found.columns, self._some_of(found.rows, _MOST_ROWS))
+        if left := _left(found.rows, _MOST_ROWS):
+            lines.append(left)
         return "\n".join([*lines, *self._some_notes()])
 
     def _repr_html_(self) -> str:
@@ -74,14 +75,18 @@ class Shown(Generic[_Each]):
             )
             return f"<tr>{''.join(cells)}</tr>"
 
-        rows = "".join(row_of("td", row) for row in _texts(islice(found.rows, most)))
-        left = len(found.rows) - most
-        more = f"<p>and {counted(left, 'row')} more</p>" if left > 0 else ""
+        rows = "".join(row_of("td", row) for row in self._some_of(found.rows, most))
+        left = _left(found.rows, most)
+        more = f"<p>{left}</p>" if left else ""
         names = row_of("th", [name.lstrip("#") for name in found.columns])
         body = f"<table><thead>{names}</thead><tbody>{rows}</tbody></table>" if rows else ""
         notes = "<br>".join(map(escape, self._some_notes()))
         below = f"<p>{notes}</p>" if notes else ""
         return f"<p>{escape(printable(self.head()))}</p>{body}{more}{below}"
+
+    def _some_of(self, rows: Sequence[Sequence[Any]], most: int) -> list[list[str]]:
+        first = max(0, len(rows) - most) if self._keeps_last else 0
+        return [[printable(value) for value in row] for row in islice(rows, first, first + most)]
 
     def _some_notes(self) -> list[str]:
         left = len(self.notes) - _MOST_ROWS
@@ -89,5 +94,6 @@ class Shown(Generic[_Each]):
         return [*map(printable, self.notes[:_MOST_ROWS]), *more]
 
 
-def _texts(rows: Iterable[Sequence[Any]]) -> list[list[str]]:
-    return [[printable(value) for value in row] for row in rows]
+def _left(rows: Sequence[Any], most: int) -> str:
+    left = len(rows) - most
+    return f"and {counted(left, 'row')} more" if left > 0 else ""
