@@ -14,8 +14,10 @@ def scan_pickle(
 def scan_keys(
     data: Any,
     allow_persid: bool = False,
-    base_cost: int = 209715200,
+    base_cost: int = 134217728,
     states_earn_per_byte: int = 0,
+    storages: int = 0,
+    said_earn_per_byte: int = 28,
 ) -> tuple[int, int]: ...
 def plain_values(archives: list[Any]) -> list[Any]: ...
 def pickle_metadata(

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._replacing import Replacing
 from torch_dcpx.errors import OptionError, StorageError, must_be
 
@@ -140,6 +141,18 @@ def _is_trace(path: Path) -> bool:
         begin = file.read(len(_BEGIN))
         file.seek(max(0, path.stat().st_size - _ABOUT_WITHIN_BYTES))
         return begin == _BEGIN and _ABOUT in file.read()
+
+
+def about_merged(path: Path) -> dict[str, Any] | None:
+    """Returns `otherData` of a merged trace, without its events; None of another file."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _ABOUT_WITHIN_BYTES))
+        _, mark, about = file.read().rpartition(_ABOUT)
+    try:
+        found = parsed_json(mark.partition(b": ")[2] + about.rstrip()[:-1])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and found.get("merged") else None
 
 
 def _local(name: str, text: str) -> Path:

@@ -91,12 +91,15 @@ std::uint64_t py_scan_pickle(const py::object& buffer, bool allow_persid, std::u
 }
 
 py::tuple py_scan_keys(const py::object& buffer, bool allow_persid, std::uint64_t base_cost,
-                       std::uint64_t states_earn_per_byte) {
+                       std::uint64_t states_earn_per_byte, std::uint64_t storages,
+                       std::uint64_t said_earn_per_byte) {
   const Bytes bytes(buffer);
   PickleLimits limits;
   limits.allow_persid = allow_persid;
   limits.base_cost = base_cost;
   limits.states_earn_per_byte = states_earn_per_byte;
+  limits.storages = storages;
+  limits.said_earn_per_byte = said_earn_per_byte;
   PickleScan found;
   {
     const ReleasedGil unlocked;
@@ -121,6 +124,7 @@ void bind_format(py::module_& module) {
              "Bytes up to and including STOP of a pickle that is safe to walk.");
   module.def("scan_keys", &py_scan_keys, py::arg("buffer"), py::arg("allow_persid") = false,
              py::arg("base_cost") = limits.base_cost, py::arg("states_earn_per_byte") = 0,
+             py::arg("storages") = 0, py::arg("said_earn_per_byte") = limits.said_earn_per_byte,
              "The same, and how many keys of dicts and sets have a hash that a file can choose.");
 }
 

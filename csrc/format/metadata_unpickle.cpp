@@ -12,7 +12,13 @@ namespace {
 using namespace pickle_op;
 
 constexpr std::size_t kMaxBytes = std::size_t{4} << 30;  // as of the scan before Python's unpickler
-constexpr std::size_t kMaxStack = std::size_t{1} << 24;  // the same
+constexpr std::size_t kMaxStack = std::size_t{1} << 20;  // a pickler writes a thousand at a time
+// What one pickle may have at once: of a million tensors there is an eighth of a value in the memo
+// for each byte, and of everything else far less.
+constexpr std::size_t kFreeValues = 1 << 16;
+constexpr std::size_t kBytesOfMemo = 6;
+constexpr std::size_t kBytesOfValue = 16;
+constexpr std::size_t kOpsUnweighed = 256;
 constexpr std::size_t kMaxMarks = 64;     // a Metadata has no more inside each other than ten
 constexpr std::size_t kMemoSlack = 1024;  // gaps that an optimizer may have left
 constexpr std::uint64_t kMaxTexts = UINT32_MAX >> 1;
@@ -36,12 +42,19 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     memo_.reserve(nbytes_ / sizeof(Value));  // about as many as a pickler puts there
     while (!is_stopped_) {
       if (!in_.take_number(&op) || !step(op) || !stays_in_frame()) return false;
+      if (++ops_ % kOpsUnweighed == 0 && !is_light()) return false;
     }
     if (in_.size() != 0 || !marks_.empty() || stack_.size() != 1) return false;
     return stack_[0].is(Kind::kMetadata) && metadata_.emit(nbytes_, columns);
   }
 
  private:
+  bool is_light() const {
+    const std::size_t room = kFreeValues + nbytes_ / kBytesOfValue;
+    return memo_.size() <= kFreeValues + nbytes_ / kBytesOfMemo && items_ <= room &&
+           metadata_.is_light(room);
+  }
+
   // CPython reads other bytes than these for an opcode beyond the end of its frame.
   bool enter_frame() {
     std::uint64_t nbytes = 0;
@@ -194,6 +207,7 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     if (!target.is(kind) || (kind == Kind::kDict && count % 2 != 0)) return false;
     PickledMetadata::Values& items = metadata_.items(target);
     items.insert(items.end(), last(count), last(0));
+    items_ += count;
     stack_.resize(stack_.size() - count);
     return true;
   }
@@ -259,8 +273,10 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
     for (const Value& value : metadata_.items(state)) {
       if (!value.is(Kind::kList)) continue;
       if (!release(value)) return false;
+      items_ -= metadata_.items(value).size();
       metadata_.forget(value);
     }
+    items_ -= metadata_.items(state).size();
     metadata_.forget(state);
     return true;
   }
@@ -315,6 +331,8 @@ class Machine {  // Not thread-safe. Keeps views of `data`.
   std::vector<std::size_t> marks_;
   std::vector<Value> memo_;
   std::size_t memo_used_ = 0;
+  std::size_t items_ = 0;  // of all containers
+  std::size_t ops_ = 0;
   std::size_t behind_frame_ = 0;  // bytes, where is_framed_
   bool is_framed_ = false;
   bool is_stopped_ = false;

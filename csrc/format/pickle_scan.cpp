@@ -1,12 +1,12 @@
 #include "format/pickle_scan.h"
 
-#include <cstring>
 #include <string>
 #include <vector>
 
-#include "common/bytes.h"
+#include "format/pickle_arguments.h"
 #include "format/pickle_opcodes.h"
 #include "format/pickle_values.h"
+#include "format/pickle_weight.h"
 
 namespace dcpx {
 namespace {
@@ -15,13 +15,13 @@ using namespace pickle_op;
 using namespace pickle_value;
 
 // Mirrors the unpickler's stack and memo by one Slot a value.
-class Scanner {  // Not thread-safe. Lives for one scan.
+class Scanner : private PickleArguments {  // Not thread-safe. Lives for one scan.
  public:
   Scanner(const std::byte* data, std::size_t nbytes, const PickleLimits& limits)
-      : begin_(data), at_(data), end_(data + nbytes), limits_(limits) {}
+      : PickleArguments(data, nbytes), nbytes_(nbytes), limits_(limits), weight_(nbytes, limits) {}
 
   PickleScan run() {
-    if (static_cast<std::uint64_t>(end_ - begin_) > limits_.max_bytes) {
+    if (nbytes_ > limits_.max_bytes) {
       fail("is longer than " + std::to_string(limits_.max_bytes) + " B");
     }
     while (!is_stopped_) {
@@ -30,98 +30,71 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       if (++ops_ > limits_.max_ops) fail("has more than the allowed opcodes");
       step(std::to_integer<std::uint8_t>(*at_++));
     }
-    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size(), compound_keys_, cost_};
+    return {static_cast<std::uint64_t>(at_ - begin_), ops_, memo_.size(), compound_keys_};
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what) const {
-    throw corruption_error("pickle", op_at_ - begin_, std::min<std::ptrdiff_t>(1, end_ - op_at_),
-                           what);
+  // Counts what a value takes. `says`: it says something, or holds what does.
+  void charge(std::uint64_t nbytes, bool says = false) {
+    weight_.charge(nbytes, says);
+    check_weight();
   }
 
-  void charge(std::uint64_t nbytes) {
-    cost_ += nbytes;
-    if (cost_ <= limits_.base_cost + static_cast<std::uint64_t>(end_ - begin_)) return;
-    const auto walked = static_cast<std::uint64_t>(at_ - begin_);
-    const std::uint64_t by_states =
-        std::min(kEarnedByState * states_, limits_.states_earn_per_byte * walked);
-    if (cost_ <= std::max(kEarnedPerByte * said_bytes_, by_states)) return;
-    fail("takes more than " + std::to_string(cost_ / 1'000'000) + " MB of memory for its " +
-         std::to_string(end_ - begin_) + " B");
+  void say(std::uint64_t nbytes, std::uint64_t cost) {
+    weight_.say(nbytes, cost);
+    check_weight();
   }
 
-  // Arguments.
-
-  void skip(std::uint64_t nbytes) {
-    if (nbytes > static_cast<std::uint64_t>(end_ - at_)) fail("declares more bytes than follow");
-    at_ += nbytes;
+  void check_weight() const {
+    if (!weight_.is_too_heavy(static_cast<std::uint64_t>(at_ - begin_))) return;
+    fail("takes more than " + weight_.text() + " of memory for its " + std::to_string(nbytes_) +
+         " B");
   }
 
-  template <typename T>
-  T number() {
-    const std::byte* from = at_;
-    skip(sizeof(T));
-    return get<T>(from);
+  void push_said(Slot slot) {
+    slot.says = 1;
+    push(slot);
   }
 
   void text(std::uint64_t nbytes, bool is_unicode) {
     const std::byte* from = at_;
     skip(nbytes);
-    const bool is_long = is_unicode && nbytes >= kWideText;
-    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
-    charge(kTextCost + nbytes * (is_long ? width_of(from, nbytes) : 1));
-    push(kLeaf);
+    const std::uint64_t letters = is_unicode ? letters_cost(from, nbytes) : nbytes;
+    say(nbytes, kTextCost + std::min(letters, nbytes));
+    charge(letters - std::min(letters, nbytes));
+    Slot slot = kLeaf;
+    slot.role = role_of({reinterpret_cast<const char*>(from), nbytes}) & kRoles;
+    push_said(slot);
   }
 
   void number_of(std::uint64_t nbytes) {
     skip(nbytes);
-    said_bytes_ += nbytes;
-    if (nbytes > 1) charge(kNumberCost);  // smaller ones are there
-    push(kLeaf);
+    say(nbytes, nbytes > 1 ? kNumberCost : 0);  // smaller ones are there
+    push_said(kLeaf);
   }
 
-  std::size_t line() {  // returns its length without the newline
-    const void* found = std::memchr(at_, '\n', static_cast<std::size_t>(end_ - at_));
-    if (found == nullptr) fail("has a text argument without end");
-    const std::byte* newline = static_cast<const std::byte*>(found);
-    const auto nbytes = static_cast<std::size_t>(newline - at_);
-    at_ = newline + 1;
-    return nbytes;
+  void say_number(std::uint64_t nbytes, bool is_large) {
+    say(nbytes, kNumberCost + nbytes);
+    push_said(is_large ? kLargeNumber : kLeaf);
   }
 
   void number_line() {
     const std::size_t nbytes = line();
     if (nbytes > kMaxNumberBytes) fail("holds a number of too many digits");
-    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
-    charge(kNumberCost + nbytes);
-    push(nbytes > kSmallNumberDigits ? kLargeNumber : kLeaf);
+    say_number(nbytes, nbytes > kSmallNumberDigits);
   }
 
   void text_line() {
     const std::size_t nbytes = line();
-    charge(kTextCost + 4 * nbytes);  // with escapes
-    push(kLeaf);
-  }
-
-  std::uint64_t index_line() {
-    const std::byte* from = at_;
-    const std::size_t nbytes = line();
-    if (nbytes == 0 || nbytes > 10) fail("has a malformed memo index");
-    std::uint64_t index = 0;
-    for (std::size_t i = 0; i < nbytes; ++i) {
-      const auto digit = std::to_integer<unsigned>(from[i]) - unsigned{'0'};
-      if (digit > 9) fail("has a malformed memo index");
-      index = index * 10 + digit;
-    }
-    return index;
+    say(nbytes, kTextCost + nbytes);
+    charge(3 * nbytes);  // with escapes
+    push_said(kLeaf);
   }
 
   void long1() {
     const std::size_t nbytes = number<std::uint8_t>();
     skip(nbytes);
-    said_bytes_ += std::min<std::uint64_t>(nbytes, kMostOfText);
-    charge(kNumberCost + nbytes);
-    push(nbytes > kSmallNumberBytes ? kLargeNumber : kLeaf);
+    say_number(nbytes, nbytes > kSmallNumberBytes);
   }
 
   // Lengths that Python reads as int32.
@@ -130,8 +103,8 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     if (nbytes < 0) fail("declares a negative length");
     if (static_cast<std::size_t>(nbytes) > max_bytes) fail("holds a number of too many bytes");
     skip(static_cast<std::uint64_t>(nbytes));
-    charge(kTextCost + static_cast<std::uint64_t>(nbytes));
-    push(made);
+    say(static_cast<std::uint64_t>(nbytes), kTextCost + static_cast<std::uint64_t>(nbytes));
+    push_said(made);
   }
 
   // The stack. Values below the last mark are out of reach, as in the unpickler.
@@ -148,19 +121,24 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     stack_.push_back(slot);
     if (stack_.size() <= most_stacked_) return;
     most_stacked_ = stack_.size();
-    charge(kPlaceCost);
+    charge(kPlaceCost, slot.says);
   }
 
   // Takes the last `count` values and adds them to `container`, which gets one deeper than they.
-  void take_into(Slot* container, std::size_t count) {
+  // Returns how many of them say something.
+  std::size_t take_into(Slot* container, std::size_t count) {
     std::uint64_t nodes = container->nodes;
+    std::size_t saying = 0;
     container->width = std::min<std::size_t>(container->width + count, kMostHeld) & kMostHeld;
     for (; count > 0; --count) {
       container->depth = std::max(container->depth, stack_.back().depth + 1);
       nodes += stack_.back().nodes;
+      saying += stack_.back().says;
       stack_.pop_back();
     }
     container->nodes = static_cast<std::uint32_t>(std::min(nodes, kMostValues));
+    if (saying > 0) container->says = 1;
+    return saying;
   }
 
   void make(std::uint64_t nbytes) {  // an empty container
@@ -173,9 +151,10 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     need(count);
     Slot container = kEmptyContainer;
     container.is_compound = true;
-    take_into(&container, count);
-    charge((nbytes == kTupleCost && is_plain(container) ? kPlainTupleCost : nbytes) +
-           kPartCost * count);
+    const std::size_t saying = take_into(&container, count);
+    charge(nbytes == kTupleCost && is_plain(container) ? kPlainTupleCost : nbytes, saying > 0);
+    charge(kPartCost * saying, true);
+    charge(kPartCost * (count - saying));
     push(container);
   }
 
@@ -185,14 +164,18 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     Slot container = stack_[stack_.size() - count - 1];
     const bool was_empty = container.width == 0;
     const bool was_plain = is_plain(container);
-    take_into(&container, count);
+    const std::size_t saying = take_into(&container, count);
     std::uint64_t each = first_cost == kFirstPairCost ? 0 : kHeldCost;  // pairs: as keys
     if (container.is_compound) each = kCalledMemberCost;
-    charge(count * each + (was_empty && count > 0 ? first_cost : 0) +
-           (was_plain && !is_plain(container) ? kSettledCost : 0));
+    if (was_empty && saying > 0 && first_cost > 0) weight_.draw(kEmptyCost);
+    charge((was_empty && count > 0 ? first_cost : 0) +
+               (was_plain && !is_plain(container) ? kSettledCost : 0),
+           saying > 0);
+    charge(saying * each, true);
+    charge((count - saying) * each);
     stack_.pop_back();
     push(container);
-    if (container.memo != kNoMemo) memo_[container.memo] = container;
+    memo_.update(container);
   }
 
   // Replaces a callable and what it gets, `count` values in all, by what it returns.
@@ -201,45 +184,63 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     for (std::size_t i = stack_.size() - count + 1; i < stack_.size(); ++i) {
       arguments_ += stack_[i].width;
     }
-    const auto nbytes = static_cast<std::uint64_t>(end_ - begin_);
-    if (arguments_ > kArgumentsBase + kArgumentsPerByte * nbytes) {
+    if (arguments_ > kArgumentsBase + kArgumentsPerByte * nbytes_) {
       fail("gives far more arguments to calls than it has bytes");
     }
-    wrap(count, kCallCost);
+    const auto role = static_cast<Role>(stack_[stack_.size() - count].role);
+    if (role == kNoRole || count != 2) return wrap(count, kCallCost);
+    make_known(role, stack_.back());
+  }
+
+  // Makes a part of metadata. The tuples of a Size go, so what they were charged is enough.
+  void make_known(Role role, const Slot& arguments) {
+    Slot made{arguments.depth + 1, arguments.nodes, true};
+    made.says = role == kSizeRole ? 1 : 0;
+    if (role == kStateRole) {
+      charge(kInstanceCost);
+      made.role = arguments.width == 0 ? kNewRole : kNoRole;
+    } else if (!is_plain(arguments) && arguments.says != 0) {
+      weight_.give_back(kTupleCost - kPlainTupleCost);
+    }
+    stack_.resize(stack_.size() - 2);
+    push(made);
   }
 
   // An object of a class with a state is hashed by identity, or not at all.
   void set_state() {
     need(2);
-    stack_[stack_.size() - 2].is_compound = false;
-    ++states_;
+    Slot& made = stack_[stack_.size() - 2];
+    const Slot& state = stack_.back();
+    if (is_of_metadata(made, state)) weight_.add_state(state.says != 0);
+    made.is_compound = 0;
+    made.role = kNoRole;
     absorb(1, 0);
   }
 
   // Charges every `stride`th of the last `count` values for being hashed and held.
-  void hash_keys(std::size_t count, std::size_t stride) {
+  std::size_t hash_keys(std::size_t count, std::size_t stride) {
     need(count);
     const bool is_below = above_mark() > count;
     const std::uint64_t held = is_below ? stack_[stack_.size() - count - 1].width + count : count;
-    charge(count / stride * (held < kManyMembers ? kMemberCost : kOfManyCost));
+    std::size_t saying = 0;
     for (std::size_t i = stack_.size() - count; i < stack_.size(); i += stride) {
       key_nodes_ += stack_[i].nodes;
       if (stack_[i].is_compound) ++compound_keys_;
+      if (stack_[i].says || stack_[i + stride - 1].says) ++saying;
     }
-    const auto nbytes = static_cast<std::uint64_t>(end_ - begin_);
-    if (key_nodes_ > kKeyNodesBase + kKeyNodesPerByte * nbytes) fail("has keys that explode");
+    const std::uint64_t each = held < kManyMembers ? kMemberCost : kOfManyCost;
+    charge(saying * each, true);
+    charge((count / stride - saying) * each);
+    if (key_nodes_ > kKeyNodesBase + kKeyNodesPerByte * nbytes_) fail("has keys that explode");
+    return count;
   }
 
   std::size_t hash_pairs(std::size_t count) {
     if (count % 2 != 0) fail("gives a dict a key without value");
-    hash_keys(count, 2);
-    return count;
+    return hash_keys(count, 2);
   }
 
-  std::size_t hash_members(std::size_t count) {
-    hash_keys(count, 1);
-    return count;
-  }
+  std::size_t hash_members(std::size_t count) { return hash_keys(count, 1); }
 
   void mark() {
     if (marks_.size() >= limits_.max_depth) fail("nests marks deeper than the limit");
@@ -262,33 +263,22 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     stack_.pop_back();
   }
 
-  // The memo.
-
   void put_memo(std::uint64_t index) {
     need(1);
-    if (index >= memo_used_ + kMemoSlack) fail("puts far beyond the end of the memo");
-    charge(kMemoCost);
-    if (index >= memo_.size()) memo_.resize(static_cast<std::size_t>(index) + 1);
-    Slot& slot = memo_[static_cast<std::size_t>(index)];
-    if (slot.memo == kNoMemo) ++memo_used_;
-    stack_.back().memo = static_cast<std::uint32_t>(index);
-    slot = stack_.back();
+    charge(kMemoCost, stack_.back().says);
+    if (!memo_.put(index, &stack_.back())) fail("puts far beyond the end of the memo");
   }
 
   void get_memo(std::uint64_t index) {
-    if (index >= memo_.size() || memo_[static_cast<std::size_t>(index)].memo == kNoMemo) {
-      fail("asks the memo for what was never put");
-    }
-    push(memo_[static_cast<std::size_t>(index)]);
+    const Slot* found = memo_.get(index);
+    if (found == nullptr) fail("asks the memo for what was never put");
+    push_again(*found);
   }
 
-  void check_protocol() {
-    if (number<std::uint8_t>() > 5) fail("is of an unknown protocol");
-  }
-
-  void check_frame() {
-    const auto nbytes = number<std::uint64_t>();
-    if (nbytes > static_cast<std::uint64_t>(end_ - at_)) fail("declares a frame beyond its end");
+  void push_again(Slot slot) {
+    slot.says = slot.is_new = 0;
+    if (slot.role == kNewRole) slot.role = kNoRole;
+    push(slot);
   }
 
   void check_persid() const {
@@ -335,25 +325,25 @@ class Scanner {  // Not thread-safe. Lives for one scan.
       case kSetitem: return absorb(hash_pairs(2), kFirstPairCost);
       case kSetitems: return absorb(hash_pairs(pop_mark()), kFirstPairCost);
 
-      case kGlobal: line(); line(); return push(kEmptyContainer);
-      case kStackGlobal: return wrap(2);
+      case kGlobal: line(); return global_line();
+      case kStackGlobal: return stack_global();
       case kReduce: case kNewobj: return call(2);
       case kNewobjEx: return call(3);
       case kBuild: return set_state();
       case kInst: line(); line(); return wrap(pop_mark(), kCallCost);
       case kObj: return make_object();
       case kPersid: check_persid(); line(); return push(kEmptyContainer);
-      case kBinpersid: check_persid(); return wrap(1);
+      case kBinpersid: check_persid(); weight_.add_storage(); return wrap(1);
 
       case kMark: return mark();
       case kPop: return pop();
       case kPopMark: stack_.resize(stack_.size() - pop_mark()); return;
-      case kDup: need(1); return push(stack_.back());
+      case kDup: need(1); return push_again(stack_.back());
 
       case kPut: return put_memo(index_line());
       case kBinput: return put_memo(number<std::uint8_t>());
       case kLongBinput: return put_memo(number<std::uint32_t>());
-      case kMemoize: return put_memo(memo_used_);
+      case kMemoize: return put_memo(memo_.used());
       case kGet: return get_memo(index_line());
       case kBinget: return get_memo(number<std::uint8_t>());
       case kLongBinget: return get_memo(number<std::uint32_t>());
@@ -365,28 +355,36 @@ class Scanner {  // Not thread-safe. Lives for one scan.
     // clang-format on
   }
 
+  void global_line() {
+    const char* name = reinterpret_cast<const char*>(at_);
+    Slot slot = kEmptyContainer;
+    slot.role = role_of({name, line()}) & kRoles;
+    push(slot);
+  }
+
+  void stack_global() {
+    need(2);
+    const std::uint32_t role = stack_.back().role;
+    wrap(2);
+    stack_.back().role = role & kRoles;
+  }
+
   void make_object() {
     const std::size_t count = pop_mark();
     if (count == 0) fail("makes an object without a class");
     wrap(count, kCallCost);
   }
 
-  const std::byte* begin_;
-  const std::byte* at_;
-  const std::byte* end_;
-  const std::byte* op_at_ = nullptr;  // start of the current opcode, for messages
+  const std::uint64_t nbytes_;
   const PickleLimits& limits_;
   std::vector<Slot> stack_;
   std::vector<std::size_t> marks_;  // sizes of the stack
-  std::vector<Slot> memo_;          // a slot whose own `memo` is kNoMemo was never put
+  PickleMemo memo_;
   std::uint64_t key_nodes_ = 0;
   std::uint64_t arguments_ = 0;  // that calls have got
   std::uint64_t compound_keys_ = 0;
-  std::uint64_t memo_used_ = 0;
   std::uint64_t ops_ = 0;
-  std::uint64_t cost_ = 0;        // bytes of memory
-  std::uint64_t said_bytes_ = 0;  // of numbers and texts
-  std::uint64_t states_ = 0;      // that objects have got
+  PickleWeight weight_;
   std::size_t most_stacked_ = 0;
   bool is_stopped_ = false;
 };

@@ -16,8 +16,10 @@ struct PickleLimits {
   std::uint32_t max_depth = 1000;      // marks inside marks, and containers inside containers
   std::uint32_t max_stack = 1U << 24;  // values on the stack at once
   // Bytes of memory that its objects may take beside one for each of its own.
-  std::uint64_t base_cost = std::uint64_t{200} << 20;
-  std::uint64_t states_earn_per_byte = 0;  // room, where objects with a state are there
+  std::uint64_t base_cost = std::uint64_t{128} << 20;
+  std::uint64_t said_earn_per_byte = 28;   // room for numbers and texts, and what holds them
+  std::uint64_t states_earn_per_byte = 0;  // room for objects of metadata
+  std::uint64_t storages = 0;              // of an archive, which make room for their tensors
   bool allow_persid = false;
 };
 
@@ -28,7 +30,6 @@ struct PickleScan {
   // Keys of dicts and sets whose hashes a file can choose: numbers of 64 bits and more, tuples,
   // frozensets, results of calls without a state. Texts, bytes and objects are none.
   std::uint64_t compound_keys = 0;
-  std::uint64_t cost = 0;  // bytes of memory that its objects take, about
 };
 
 // Protocols 0 to 5. Throws Error(kCorruption) with the opcode's offset for anything beyond the

@@ -4,62 +4,39 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace dcpx::pickle_value {
 
-// Bytes of memory that a value takes at its peak: as Python's object, in the containers that hold
-// it, and while `unpickle/settle` makes what it stands for. Measured:
-// tests/unpickle/test_weight.py.
-constexpr std::uint64_t kPlaceCost = 24;  // on the stack
-constexpr std::uint64_t kHeldCost = 16;   // in a list
-constexpr std::uint64_t kNumberCost = 32;
-constexpr std::uint64_t kTextCost = 56;       // and its bytes,
-constexpr std::uint64_t kWideText = 1 << 12;  // or from here on what its widest letter asks for
-constexpr std::uint64_t kEmptyCost = 88;      // of a list or dict
-constexpr std::uint64_t kFirstMemberCost = 64;
-constexpr std::uint64_t kFirstPairCost = 150;
-constexpr std::uint64_t kSettledCost = 150;  // of a container that is not small and plain
-constexpr std::uint64_t kPlainTupleCost = 80;
-constexpr std::uint64_t kTupleCost = 280;
-constexpr std::uint64_t kPartCost = 32;  // of a tuple, with its copies
-constexpr std::uint64_t kSetCost = 580;
-constexpr std::uint64_t kCallCost = 400;
-constexpr std::uint64_t kCalledMemberCost = 100;  // what a call made writes it down
-constexpr std::uint64_t kMemberCost = 24;         // of a dict's pair, or of a member of a set
-constexpr std::uint64_t kManyMembers = 16;        // from here on a container is copied as it grows
-constexpr std::uint64_t kOfManyCost = 180;
-constexpr std::uint64_t kMemoCost = 32;
-constexpr std::uint32_t kMostPlain = 8;  // `unpickle/settle` leaves so small plain ones as they are
-
-// Records of numbers and texts weigh more than they have bytes, however many there are: so what
-// they say earns room, and in metadata so do objects with a state, of which it consists. What says
-// nothing (empty containers, places in the memo) earns none.
-constexpr std::uint64_t kEarnedPerByte = 28;  // of numbers and texts
-constexpr std::uint64_t kMostOfText = 16;     // bytes of one text that earn
-constexpr std::uint64_t kEarnedByState = 4000;
-
-// A text is as wide in memory as its widest letter: 1, 2 or 4 bytes each.
-inline std::uint64_t width_of(const std::byte* text, std::uint64_t nbytes) noexcept {
-  std::byte most{0};
-  for (std::uint64_t i = 0; i < nbytes; ++i) most = std::max(most, text[i]);
-  return most >= std::byte{0xf0} ? 4 : most >= std::byte{0xc4} ? 2 : 1;
-}
-
 constexpr std::uint32_t kNoMemo = UINT32_MAX;
 constexpr std::uint64_t kMostValues = UINT32_MAX;
-constexpr std::uint32_t kMostHeld = UINT32_MAX >> 1;
+constexpr std::uint32_t kMostHeld = UINT32_MAX >> 5;
+
+// What a value of metadata is: such objects come in millions, of a known weight. A role is of a
+// name, and of the class that it names; an instance without its state has the last one.
+enum Role : std::uint32_t { kNoRole, kSizeRole, kStateRole, kNewRole };
+constexpr std::uint32_t kRoles = 3;  // their bits
 
 // What the walk knows of one value. Its 16 bytes count: with 20 a scan took 15 % longer.
 struct Slot {
   constexpr Slot() noexcept : Slot(0, 0) {}
   constexpr Slot(std::uint32_t depth_, std::uint32_t nodes_, bool is_compound_ = false) noexcept
-      : depth(depth_), nodes(nodes_), width(0), is_compound(is_compound_) {}
+      : depth(depth_),
+        nodes(nodes_),
+        width(0),
+        role(kNoRole),
+        says(0),
+        is_new(1),
+        is_compound(is_compound_) {}
 
   std::uint32_t depth;           // 0 for a leaf
   std::uint32_t nodes;           // values below and including it, shared ones once a use; saturates
   std::uint32_t memo = kNoMemo;  // where it was put, so that growth reaches the memo
-  std::uint32_t width : 31;      // values that it holds itself; saturates
-  bool is_compound : 1;          // see PickleScan::compound_keys
+  std::uint32_t width : 27;      // values that it holds itself; saturates
+  std::uint32_t role : 2;        // a Role
+  std::uint32_t says : 1;        // is a number or text just written, or holds one: see PickleWeight
+  std::uint32_t is_new : 1;      // just written, and not named again
+  std::uint32_t is_compound : 1;  // see PickleScan::compound_keys
 };
 static_assert(sizeof(Slot) == 16);
 constexpr Slot kLeaf{0, 1};
@@ -78,6 +55,44 @@ constexpr std::uint64_t kKeyNodesPerByte = 64;
 // Arguments of real pickles are written for their call.
 constexpr std::uint64_t kArgumentsBase = 1 << 20;
 constexpr std::uint64_t kArgumentsPerByte = 4;
+
+class PickleMemo {  // Not thread-safe.
+ public:
+  std::size_t size() const { return slots_.size(); }
+  std::uint64_t used() const { return used_; }
+
+  bool put(std::uint64_t index, Slot* value) {  // false: far beyond the end
+    if (index >= used_ + kMemoSlack) return false;
+    if (index >= slots_.size()) slots_.resize(static_cast<std::size_t>(index) + 1);
+    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    if (slot.memo == kNoMemo) ++used_;
+    value->memo = static_cast<std::uint32_t>(index);
+    slot = *value;
+    return true;
+  }
+
+  const Slot* get(std::uint64_t index) const {  // null: it was never put
+    const bool is_there = index < slots_.size() && slots_[index].memo != kNoMemo;
+    return is_there ? &slots_[static_cast<std::size_t>(index)] : nullptr;
+  }
+
+  void update(const Slot& value) {
+    if (value.memo != kNoMemo) slots_[value.memo] = value;
+  }
+
+ private:
+  std::vector<Slot> slots_;  // one whose own `memo` is kNoMemo was never put
+  std::uint64_t used_ = 0;
+};
+
+constexpr std::uint32_t kMostOfState = 16;  // fields and their values
+constexpr std::uint32_t kMostPlain = 8;  // `unpickle/settle` leaves so small plain ones as they are
+
+// Whether an object gets a state as those of metadata have: fields, just written, and once.
+constexpr bool is_of_metadata(const Slot& made, const Slot& state) noexcept {
+  const bool has_fields = 0 < state.width && state.width <= kMostOfState;
+  return made.role == kNewRole && state.is_new != 0 && has_fields;
+}
 
 // Whether `unpickle/settle` leaves a container as it is, and remembers nothing of it.
 constexpr bool is_plain(const Slot& container) noexcept {

@@ -69,6 +69,10 @@ class PickledMetadata {  // Not thread-safe.
   }
   // Forgets a container whose items were taken. REQUIRES: nothing else refers to it.
   void forget(const Value& container);
+  // Whether there are few containers, and in tuples about as many values as `room` says.
+  bool is_light(std::size_t room) const {
+    return containers_.size() <= kMaxContainers && pool_.size() <= room && ints_.size() <= 2 * room;
+  }
   // A tuple of the `count` values at `from`.
   bool make_tuple(const Value* from, std::size_t count, Value* made);
   // Forgets a tuple that was taken apart, where it is the last that was made. REQUIRES: as forget.
@@ -82,6 +86,8 @@ class PickledMetadata {  // Not thread-safe.
   bool emit(std::size_t max_cells, UnpickledColumns* columns);
 
  private:
+  static constexpr std::size_t kMaxContainers = 1 << 16;  // those of a state go with it
+
   struct Range {  // in ints_
     std::size_t first = 0;
     std::size_t count = 0;

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import pickle
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _charged(data: bytes) -> int:
     while high - low > 1024:
         middle = (low + high) // 2
         try:
-            _C.scan_keys(data, base_cost=middle)
+            _C.scan_keys(data, base_cost=middle, said_earn_per_byte=0)
             high = middle
         except CorruptionError:
             low = middle
@@ -156,7 +157,7 @@ def _metadata(count: int) -> Metadata:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_honest_metadata_may_have_any_size(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(_metadata(3000), protocol)
-    _C.scan_keys(data, base_cost=1 << 18, states_earn_per_byte=64)  # of 3000, or of a million
+    _C.scan_keys(data, base_cost=1 << 18, states_earn_per_byte=28)  # of 3000, or of a million
     monkeypatch.setattr(metadata_file, "open_stock_metadata", lambda _: None)
     assert len(decode_metadata(data, "p").metadata.state_dict_metadata) == 3000
 
@@ -175,6 +176,37 @@ HONEST: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_what_says_something_may_have_any_size(name: str, count: int) -> None:
     _C.scan_keys(pickle.dumps(HONEST[name](count), 2), base_cost=1 << 18)
+
+
+_CHUNK = b"ctorch.distributed.checkpoint.metadata\nChunkStorageMetadata\nq\x010"
+PADDED: dict[str, Callable[[int], bytes]] = {
+    "states that are none": lambda n: _CHUNK + b"(" + b"h\x01)\x81}NNsb]]]]" * n + b"l",
+    "states of one tuple": lambda n: (
+        _CHUNK + b"(NNNNNtq\x020" + b"(" + b"h\x01)\x81h\x02b" * n + b"l"
+    ),
+    "one state many times": lambda n: _CHUNK + b"h\x01)\x81q\x02" + b"}NNsb" * n,
+    "numbers and lists": lambda n: b"(" + b"".join(_int(i) + b"]" for i in range(n)) + b"l",
+    "texts and dicts": lambda n: b"(" + b"\x8c\x02ab}}" * n + b"l",
+    "a number named again": lambda n: b"(" + _int(1) + b"q\x01" + b"]h\x01a" * n + b"l",
+    "storages without records": lambda n: b"(" + b"NQ]]" * n + b"l",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_says_nothing_earns_nothing(name: str) -> None:
+    data = b"\x80\x04" + PADDED[name](MANY) + b"."
+    with pytest.raises(CorruptionError, match="of memory for its"):
+        _C.scan_keys(data, True, base_cost=1 << 18, states_earn_per_byte=28, storages=100)
+
+
+def test_each_storage_makes_room_for_its_tensor() -> None:
+    held = io.BytesIO()
+    torch.save({f"layers.{i}.weight": torch.ones(2) for i in range(2000)}, held)
+    with zipfile.ZipFile(held) as archive:
+        data = archive.read("archive/data.pkl")
+    _C.scan_keys(data, True, base_cost=1 << 20, storages=2000)
+    with pytest.raises(CorruptionError, match="of memory for its"):
+        _C.scan_keys(data, True, base_cost=1 << 20, storages=100)
 
 
 def test_a_save_says_which_item_no_load_takes(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted
-from torch_dcpx._trace_files import VARIABLE, VERSION, write_trace
+from torch_dcpx._trace_files import VARIABLE, VERSION, about_merged, write_trace
 from torch_dcpx.cli.output import FINE, put_json, put_lines, put_table
 from torch_dcpx.cli.page import Page, put_written
 from torch_dcpx.cli.trace_page import errors_of, trace_data
@@ -106,7 +106,10 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
     try:
         with storage_errors("read the trace", path, is_read=True):
-            value = json.loads(path.read_text("utf-8"), parse_constant=refuse)
+            about = about_merged(path)
+            if about is not None and about["dcpx_trace"] == VERSION:
+                return about, []
+            value = parsed_json(path.read_bytes(), constant_hook=refuse)
     except (ValueError, RecursionError) as error:
         text = f"read the trace '{path}': no whole JSON: {error}"
         raise _not_read(path, text) from error

@@ -15,7 +15,6 @@ objects are young. Imports no torch.
 from __future__ import annotations
 
 import errno
-import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx._text import age_text, counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.reader.hints import absent, command
@@ -205,7 +205,7 @@ def _removed(place: Place, look: Look) -> str:
     grace = None
     with suppress(DcpxError, ValueError, KeyError, TypeError, RecursionError):
         with place.open_small(TOMBSTONE_NAME) as note:
-            found = json.loads(note.part(0, min(note.nbytes, _MAX_NOTE_BYTES)))["grace_s"]
+            found = parsed_json(note.part(0, min(note.nbytes, _MAX_NOTE_BYTES)))["grace_s"]
         grace = float(found)
     if grace is None or since is None:
         stays = "for the grace of that manager"

@@ -186,14 +186,20 @@ def load_stock_metadata(
         return made
     table = {**METADATA, **PLANS, **user_globals(safe_globals, build_user_object)}
     with malformed_is_corruption("read", path=path, fqn=None), paused_gc():
-        raw = RestrictedUnpickler(data, table, path=path, compound_keys=compound_keys).load()
-        cls = type(raw)
-        if cls is METADATA_ROOT:
-            return _Rebuild(path, len(data)).metadata(fields(raw))
-        made_of = cls.value if isinstance(raw, StandIn) and not raw.is_called else None
-        if isinstance(made_of, type) and issubclass(made_of, Metadata):
-            return _Rebuild(path, len(data)).metadata(raw.state if type(raw.state) is dict else {})
-        return refuse(f"holds a {_kind(raw)}, not a Metadata")
+        return _rebuilt(
+            RestrictedUnpickler(data, table, path=path, compound_keys=compound_keys).load(),
+            _Rebuild(path, len(data)),
+        )
+
+
+def _rebuilt(raw: Any, rebuild: _Rebuild) -> Metadata:
+    cls = type(raw)
+    if cls is METADATA_ROOT:
+        return rebuild.metadata(fields(raw))
+    made_of = cls.value if isinstance(raw, StandIn) and not raw.is_called else None
+    if isinstance(made_of, type) and issubclass(made_of, Metadata):
+        return rebuild.metadata(raw.state if type(raw.state) is dict else {})
+    return refuse(f"holds a {_kind(raw)}, not a Metadata")
 
 
 def _reduce_properties(properties: TensorProperties) -> tuple[Any, ...]:

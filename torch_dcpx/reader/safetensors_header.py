@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch_dcpx._json import parsed_json
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 
 LENGTH_BYTES = 8
@@ -201,7 +202,7 @@ def _with_places(
     Source: torch.distributed.checkpoint.hf_storage.HuggingFaceStorageReader.read_metadata.
     """
     try:
-        places: Any = json.loads(note, object_pairs_hook=unique_keys, parse_constant=_refused)
+        places: Any = parsed_json(note, unique_keys, _refused)
     except (ValueError, RecursionError) as error:
         raise fail(f"its {_SAVED_NOTE} is no JSON: {str(error)[:200]}") from error
     if not isinstance(places, dict):

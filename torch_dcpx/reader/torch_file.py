@@ -94,6 +94,7 @@ def read_torch_file(location: Location, name: str, safe_globals: Sequence[Any] =
                 path=path,
                 fqn=_PICKLE,
                 load_storage=storage_ref,
+                storages=len(records),
                 may_trust=False,
             )
             value = Settler(records.storage, len(held))(unpickler.load())
@@ -190,6 +191,9 @@ class _Records:
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._places: dict[int, tuple[int, int]] = {}  # by storage
         self._forms: dict[Any, Form] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
     def place(self, name: str, max_bytes: int | None = None) -> tuple[int, int]:
         """Returns the offset and the length of a record's bytes in the file."""

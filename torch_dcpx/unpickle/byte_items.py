@@ -93,6 +93,9 @@ class _Archive:
     def __contains__(self, name: str) -> bool:
         return name in self._records
 
+    def __len__(self) -> int:
+        return len(self._records)
+
     def record(self, name: str) -> memoryview:
         """Returns the bytes of record `name`, borrowed."""
         if name not in self._records:
@@ -156,7 +159,9 @@ def decode_byte_item(
         if "constants.pkl" in archive:
             raise _refusal("a TorchScript archive, which is code", path, fqn)
         held = archive.record("data.pkl")
-        unpickler = RestrictedUnpickler(held, table, path=path, fqn=fqn, load_storage=storage_ref)
+        unpickler = RestrictedUnpickler(
+            held, table, path=path, fqn=fqn, load_storage=storage_ref, storages=len(archive)
+        )
         return Settler(archive.storage, len(held))(unpickler.load())
 
 
@@ -190,8 +195,9 @@ def _tell_heavy(data: bytes, fqn: str) -> None:
     """Logs that the objects of an item take more memory than a load gives them."""
     try:
         with malformed_is_corruption("look at", path="", fqn=fqn):
-            held = _Archive(memoryview(data)).record("data.pkl")
-        scanned(held, path="", fqn=fqn, allow_persid=True)
+            archive = _Archive(memoryview(data))
+            held = archive.record("data.pkl")
+        scanned(held, path="", fqn=fqn, allow_persid=True, storages=len(archive))
     except CorruptionError as error:
         if is_heavy(error) and fqn not in _told:
             _told.add(fqn)

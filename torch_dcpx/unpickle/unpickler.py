@@ -11,6 +11,7 @@ import io
 import os
 import pickle
 import re
+import traceback
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from torch_dcpx.unpickle.stand_ins import (
 _MAX_NAMES = 16  # that an error lists
 _TRUST = "if you trust whoever wrote this checkpoint, pass trusted=True"
 _ANY_COST = 1 << 62
-_STATES_EARN_PER_BYTE = 64  # of metadata: entries of few letters, and one part each, take 57
+_STATES_EARN_PER_BYTE = 28  # of metadata: entries of few letters, and one part each, take 25
 _DOTTED = re.compile(r"\w+(\.\w+)+")
 MAX_MESSAGE = 200  # characters quoted of a cause, whose text may come from the file
 
@@ -125,12 +126,14 @@ def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterato
     """Turns every error of a malformed pickle into `CorruptionError`, cause attached.
 
     Adds `path` and `fqn` (None for metadata) to a CorruptionError without them. `verb` begins the
-    message.
+    message. An error may be kept, and would keep all that was unpickled by the frames where it was:
+    those below the caller's are cleared.
     """
     where = f"{path!r}" if fqn is None else f"item {fqn!r} of {path!r}"
     try:
         yield
     except CorruptionError as error:
+        traceback.clear_frames(error.__traceback__)
         if error.path == path:
             raise
         # Raised where file and item are not known, such as in the C++ core.
@@ -139,6 +142,7 @@ def malformed_is_corruption(verb: str, *, path: str, fqn: str | None) -> Iterato
     except DcpxError:
         raise
     except _MALFORMED as error:
+        traceback.clear_frames(error.__traceback__)
         cause = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         raise CorruptionError(f"{verb} {where}: {cause}", path=path, fqn=fqn) from error
 
@@ -149,6 +153,7 @@ def scanned(
     path: str,
     fqn: str | None,
     allow_persid: bool = False,
+    storages: int = 0,
     may_trust: bool = True,
     trusted: bool = False,
 ) -> tuple[int, int]:
@@ -158,7 +163,7 @@ def scanned(
 
     Raises: CorruptionError: as `RestrictedUnpickler`.
     """
-    room = {"base_cost": _ANY_COST} if trusted else {}
+    room = {"base_cost": _ANY_COST} if trusted else {"storages": storages}
     if fqn is None:
         room["states_earn_per_byte"] = _STATES_EARN_PER_BYTE
     try:
@@ -214,6 +219,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         table: the only names there are.
         path, fqn: file and item (None: the metadata), for errors.
         load_storage: called with each persistent id; None refuses them.
+        storages: how many its archive may have, each of which makes room for a tensor.
         compound_keys: as the caller's own `scan_keys` counted them, if the pickle fills `data`;
             None: they are counted here.
         may_trust: whether the error of a refused name offers `trusted=True`.
@@ -231,6 +237,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         path: str,
         fqn: str | None = None,
         load_storage: Callable[[Any], Any] | None = None,
+        storages: int = 0,
         compound_keys: int | None = None,
         may_trust: bool = True,
     ) -> None:
@@ -240,7 +247,12 @@ class RestrictedUnpickler(pickle.Unpickler):
         if compound_keys is None:
             has_storages = load_storage is not None
             nbytes, compound_keys = scanned(
-                data, path=path, fqn=fqn, allow_persid=has_storages, may_trust=may_trust
+                data,
+                path=path,
+                fqn=fqn,
+                allow_persid=has_storages,
+                storages=storages,
+                may_trust=may_trust,
             )
         self._data = memoryview(data)[:nbytes]
         self._has_many_keys = compound_keys > MAX_COMPOUND_KEYS
