@@ -151,7 +151,7 @@ def test_form_that_torch_alone_decodes_is_said_to_be_left(tmp_path: Path) -> Non
     odd = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     report = dcpx.verify(stock({"w": torch.ones(3), "odd": odd}, tmp_path))
     assert report.ok and [note.kind for note in report.notes] == ["unchecked"]
-    assert report.proved == f"{BOTH}, form not of all: see the notes"
+    assert report.proved == f"{STOCK}, form not of all: see the notes"
 
 
 def test_items_are_names_and_parts_what_they_are_stored_in(tmp_path: Path) -> None:
