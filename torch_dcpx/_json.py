@@ -41,7 +41,8 @@ def parsed_json(
     if len(text) > _FREE_BYTES:
         marks: Any = _COSTS if isinstance(text, bytes) else _TEXT_COSTS
         cost = sum(text.count(mark) * nbytes for mark, nbytes in marks.items())
-        cost += len(text) * (sum(_widths_of(text)) - 2)
+        wide = sum(_widths_of(text))
+        cost += len(text) * (wide - 1) if wide > 2 else 0
         if cost > _ROOM_BYTES + len(text):
             raise ValueError(f"its {len(text)} B would take {human_bytes(cost)} of memory")
     try:

@@ -44,6 +44,8 @@ constexpr std::uint64_t kMemoCost = 32;
 // do, for each of its storages; in metadata the objects of which it consists do. Each earns no more
 // than an honest one takes. What says nothing (empty containers, places in the memo, values named
 // again) earns nothing.
+// Measured, of each byte of the file: integers of four bytes 10 bytes, stock's metadata that is not
+// read as columns 8 to 14, tensors of torch.save 11.
 constexpr std::uint64_t kMostOfText = 16;  // bytes of one text that earn
 constexpr std::uint64_t kEarnedByState = 1400;
 constexpr std::uint64_t kEarnedByStorage = 2500;

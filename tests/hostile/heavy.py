@@ -275,7 +275,9 @@ class Row(NamedTuple):
 
     @property
     def is_too_much(self) -> bool:
-        return self.outcome == "hung" or self.grown > ROOM_BYTES + 2 * self.nbytes
+        if self.outcome == "hung" or "n" * 201 in self.outcome:  # of a name
+            return True
+        return self.grown > ROOM_BYTES + 2 * self.nbytes
 
     def __str__(self) -> str:
         allowed = (ROOM_BYTES + 2 * self.nbytes) >> 20
