@@ -30,6 +30,18 @@ def _widths_of(text: str | bytes) -> tuple[int, int]:
     return width, 4 if escape in text else width
 
 
+def cost_of_letters(text: str | bytes) -> int:
+    """Returns what wide letters of a text make it and its parts take beyond its bytes."""
+    wide = sum(_widths_of(text))
+    return len(text) * (wide - 1) if wide > 2 else 0
+
+
+def check_cost(text: str | bytes, nbytes: int) -> None:
+    """Raises ValueError: a text's values would take far more memory than it has bytes."""
+    if nbytes > _ROOM_BYTES + len(text):
+        raise ValueError(f"its {len(text)} B would take {human_bytes(nbytes)} of memory")
+
+
 def parsed_json(
     text: str | bytes,
     pairs_hook: Callable[[Iterable[tuple[str, Any]]], Any] | None = None,
@@ -41,10 +53,7 @@ def parsed_json(
     if len(text) > _FREE_BYTES:
         marks: Any = _COSTS if isinstance(text, bytes) else _TEXT_COSTS
         cost = sum(text.count(mark) * nbytes for mark, nbytes in marks.items())
-        wide = sum(_widths_of(text))
-        cost += len(text) * (wide - 1) if wide > 2 else 0
-        if cost > _ROOM_BYTES + len(text):
-            raise ValueError(f"its {len(text)} B would take {human_bytes(cost)} of memory")
+        check_cost(text, cost + cost_of_letters(text))
     try:
         return json.loads(text, object_pairs_hook=pairs_hook, parse_constant=constant_hook)
     except RecursionError:

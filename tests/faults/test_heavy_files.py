@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from torch_dcpx._json import parsed_json
+import torch_dcpx as dcpx
+from torch_dcpx import _json
 from torch_dcpx._trace_files import about_merged
+from torch_dcpx.errors import CorruptionError
 
 HEAVY = Path(__file__).parents[1] / "hostile" / "heavy.py"
 
@@ -46,9 +48,17 @@ def _environment() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("letter", ["\U0001f600", "\\ud83d\\ude00"], ids=["letter", "escape"])
-def test_one_wide_letter_makes_a_text_wide(letter: str) -> None:
+def test_one_wide_letter_makes_a_text_wide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
+) -> None:
+    monkeypatch.setattr(_json, "_ROOM_BYTES", 20 << 20)
+    notes = b'{"__metadata__":{"n":"' + b"a" * 8_000_000 + letter.encode() + b'"}}'
     with pytest.raises(ValueError, match="of memory"):
-        parsed_json(b'["' + b"a" * 80_000_000 + letter.encode() + b'"]')
+        _json.parsed_json(notes)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(notes).to_bytes(8, "little") + notes)
+    with pytest.raises(CorruptionError, match="of memory"):
+        dcpx.load_tensors(path)
 
 
 def test_a_merged_trace_is_known_by_its_end(tmp_path: Path) -> None:

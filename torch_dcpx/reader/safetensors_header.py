@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_dcpx._json import parsed_json
+from torch_dcpx._json import check_cost, cost_of_letters, parsed_json
 from torch_dcpx.errors import CorruptionError, UnsupportedError
 
 LENGTH_BYTES = 8
@@ -117,6 +117,7 @@ def parse_header(header: bytes, file_bytes: int, path: str) -> list[HeaderEntry]
         return unique_keys(pairs)
 
     try:
+        check_cost(header, cost_of_letters(header))
         rows = json.loads(header.decode(), object_pairs_hook=unique, parse_constant=_refused)
     except (ValueError, RecursionError) as error:
         raise fail(f"its header is no JSON that it may be: {str(error)[:200]}") from error
