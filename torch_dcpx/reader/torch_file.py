@@ -124,15 +124,19 @@ def _refuse_many_names(value: dict[Any, Any], path: str) -> None:
     while stack:
         one, depth, name_bytes, lists = stack.pop()
         is_dict = isinstance(one, dict)
-        items: Any = one.items() if is_dict else enumerate(one)
+        kinds = set(map(type, one.values() if is_dict else one))
+        has_nested = any(issubclass(kind, (dict, list)) for kind in kinds)
         lists = 0 if is_dict else lists + 1
         left_looks -= len(one) * lists  # each list around asks what is in it
-        if is_dict or any(isinstance(part, (dict, list, torch.Tensor)) for part in one):
+        if is_dict or has_nested or any(issubclass(kind, torch.Tensor) for kind in kinds):
             left_bytes -= len(one) * (_NAME_BYTES + _DEPTH_BYTES * depth + name_bytes)
         if left_bytes < 0 or left_looks < 0:
             raise UnsupportedError(
                 f"'{path}' has dicts and lists whose names would take far more than it has bytes"
             )
+        if not (is_dict or has_nested):
+            continue
+        items: Any = one.items() if is_dict else enumerate(one)
         for key, part in items:
             own = len(key) if isinstance(key, str) else 0
             left_bytes -= own
