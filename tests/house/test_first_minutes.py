@@ -57,7 +57,7 @@ def test_the_readme_runs_from_top_to_bottom_as_it_is_printed(tmp_path: Path) -> 
     folder.mkdir()
     steps = write_steps(blocks_of(README, "README.md"), tmp_path / "steps.json")
     printed = run(f"python {RUNNER} {steps}", commands, folder)
-    assert re.search(r"^committed +100 .* step-100$", printed, re.MULTILINE), printed
+    assert re.search(r"^committed +whole +100 .* step-100$", printed, re.MULTILINE), printed
     assert re.search(r"^fine +C\+\+ extension", printed, re.MULTILINE), printed
     said = re.findall(r"^torchrun .*train\.py  # (.+)$", README, re.MULTILINE)
     assert len(said) == 2
