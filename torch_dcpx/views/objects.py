@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import pickle
 import reprlib
@@ -62,19 +63,29 @@ def first_difference(a: Any, b: Any, tolerance: Tolerance) -> Place | None:
     not be compared differs.
     """
     seen: set[tuple[int, int]] = set()  # containers may hold themselves, or one thing many times
-    left = [(a, b, "")]
+    left = [("", iter([(_ABSENT, a, b)]))]  # one walk a level: of a long list no more is held
     while left:
-        one, two, path = left.pop()
-        if one is two:
-            continue
-        parts = _parts(one, two)
-        if parts is None:
+        path, pairs = left[-1]
+        for key, one, two in pairs:
+            if one is two or (id(one), id(two)) in seen:
+                continue
+            parts = _parts(one, two)
+            if parts is not None:
+                seen.add((id(one), id(two)))
+                left.append((_joined(path, _step(key, one)), parts))
+                break
             if not _are_equal(one, two, tolerance):
-                return Place(path, short(one), short(two))
-        elif (id(one), id(two)) not in seen:
-            seen.add((id(one), id(two)))
-            left += [(x, y, _joined(path, step)) for step, x, y in reversed(list(parts))]
+                return Place(_joined(path, _step(key, one)), short(one), short(two))
+        else:
+            left.pop()
     return None
+
+
+def _step(key: Any, value: Any) -> str:
+    """Returns how one gets to a part of a container; nothing leads to the whole."""
+    if key is _ABSENT:
+        return ""
+    return ".keys()" if type(value) is _Order else f"[{short(key)}]"
 
 
 def _joined(path: str, step: str) -> str:
@@ -128,8 +139,8 @@ def _short_repr(most: int) -> _ShortRepr:
     return made
 
 
-def _parts(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]] | None:
-    """Yields (path, part of a, part of b); None: these are no two containers of one class."""
+def _parts(a: Any, b: Any) -> Iterator[tuple[Any, Any, Any]] | None:
+    """Yields (key, part of a, part of b); None: these are no two containers of one class."""
     if type(a) is not type(b):
         return None
     if isinstance(a, dict):
@@ -139,21 +150,20 @@ def _parts(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]] | None:
     return None
 
 
-def _items(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _items(a: dict[Any, Any], b: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
     twins = {_tagged(key): key for key in b}
     for key, value in a.items():
         twin = twins.pop(_tagged(key), _ABSENT)
-        yield f"[{short(key)}]", value, _ABSENT if twin is _ABSENT else b[twin]
+        yield key, value, _ABSENT if twin is _ABSENT else b[twin]
     for key in twins.values():
-        yield f"[{short(key)}]", _ABSENT, b[key]
+        yield key, _ABSENT, b[key]
     if isinstance(a, OrderedDict):
-        yield ".keys()", _Order(a), _Order(b)
+        yield None, _Order(a), _Order(b)
 
 
-def _elements(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    for number in range(max(len(a), len(b))):
-        one, two = (each[number] if number < len(each) else _ABSENT for each in (a, b))
-        yield f"[{number}]", one, two
+def _elements(a: Any, b: Any) -> Iterator[tuple[Any, Any, Any]]:
+    for number, (one, two) in enumerate(itertools.zip_longest(a, b, fillvalue=_ABSENT)):
+        yield number, one, two
 
 
 class _Order:
