@@ -52,15 +52,23 @@ class DcpxError(Exception):
             cls.FIELDS = (*cls.FIELDS, *cls.__annotations__)
 
     def __init__(self, message: str, **fields: Any) -> None:
-        # The one border where names of files come into messages.
-        message = with_short_names(message, map(fields.get, ("fqn", "global_name")))
-        super().__init__(message)
-        self.message = message
         unknown = set(fields) - set(self.FIELDS)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no field {sorted(unknown)}")
         for name in self.FIELDS:
             setattr(self, name, fields.get(name))
+        self.message = message
+        super().__init__(self.message)
+
+    @property
+    def message(self) -> str:
+        """The text: the one border where names of files come into messages."""
+        return self._message
+
+    @message.setter
+    def message(self, text: str) -> None:
+        known = (getattr(self, name, None) for name in ("fqn", "global_name"))
+        self._message = with_short_names(text, known)
 
     def __str__(self) -> str:
         return self.message

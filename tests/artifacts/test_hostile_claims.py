@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -141,3 +142,31 @@ def test_no_error_shows_more_than_200_characters_of_a_file() -> None:
     again = pickle.loads(pickle.dumps(CorruptionError("n" * 999, fqn="n" * 999)))
     assert len(str(again)) <= 200
     assert len(again.fqn) == 999
+    longer = CorruptionError("no", fqn="n" * 999)
+    longer.message += f" (item '{longer.fqn}')"  # as a reader that learns the name later
+    assert len(str(longer)) < 300
+
+
+LONG = "n" * 3000
+
+
+@pytest.mark.parametrize("change", ["key", "file", "stored key"])
+def test_no_report_shows_more_than_200_characters_of_a_name(tmp_path: Path, change: str) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    ((index, info),) = metadata.storage_data.items()
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(bytes(file.stat().st_size))
+    if change == "key":
+        metadata.state_dict_metadata[LONG] = metadata.state_dict_metadata.pop("w")
+    if change == "file":
+        metadata.storage_data = {index: dataclasses.replace(info, relative_path=LONG)}
+    else:
+        metadata.storage_data = {dataclasses.replace(index, fqn=LONG): info}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    report = dcpx.verify(tmp_path)
+    assert not report.ok and LONG[:201] not in str(report)
+    assert LONG[:201] not in str(dcpx.ls(tmp_path))
+    with pytest.raises(DcpxError) as raised:
+        dcpx.load({LONG if change == "key" else "w": torch.ones(3)}, tmp_path, no_dist=True)
+    assert LONG[:201] not in str(raised.value)

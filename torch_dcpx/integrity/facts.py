@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch_dcpx._native import _C
+from torch_dcpx._text import brief_text
 from torch_dcpx.errors import DcpxError
 from torch_dcpx.integrity.states import Kind, State, ranks_without_metadata, utc_text
 from torch_dcpx.metadata.brief import Brief
@@ -135,15 +136,15 @@ def files_of(look: Look, commits: Sequence[Brief]) -> Files:
     counts = {"missing": 0, "short": 0, "long": 0}
     for brief in commits:
         for name, wanted in sorted(brief.sizes.items()):
-            found = look.size(name)
+            found, shown = look.size(name), brief_text(name)
             sizes[name] = found or 0
             if found is None:
                 counts["missing"] += 1
                 is_there = name in look.names  # a directory, a link
-                faults.append(f"'{name}' is {'no regular file' if is_there else 'missing'}")
+                faults.append(f"'{shown}' is {'no regular file' if is_there else 'missing'}")
             elif found != wanted if brief.is_exact else found < wanted:
                 counts["short" if found < wanted else "long"] += 1
-                faults.append(f"'{name}' has {found} B, {wanted} B were written")
+                faults.append(f"'{shown}' has {found} B, {wanted} B were written")
     alone = ranks_without_metadata(look.names)
     faults += [f"'{name}' is of a rank whose metadata is not there" for name in alone]
     return Files(sizes, **counts, faults=tuple(faults))

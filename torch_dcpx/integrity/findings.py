@@ -14,7 +14,7 @@ from itertools import accumulate
 from operator import itemgetter
 from typing import Literal
 
-from torch_dcpx._text import counted, human_bytes, printable
+from torch_dcpx._text import counted, human_bytes, printable, with_short_names
 from torch_dcpx.errors import CorruptionError, DcpxError, StorageError
 from torch_dcpx.integrity.footers import RawFinding
 
@@ -69,7 +69,7 @@ class Finding:
 
     def __str__(self) -> str:
         items = f" (in {listed(self.fqns, _MAX_NAMES)})" if self.fqns else ""
-        return printable(f"{self.kind}: {self.message}{items}")
+        return printable(with_short_names(f"{self.kind}: {self.message}{items}", self.fqns))
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ def file_finding(
 ) -> Finding:
     """Returns a finding in a file; `where` is (offset, nbytes)."""
     offset, nbytes = where or (None, None)
-    return Finding(kind, file, offset, nbytes, tuple(fqns), expected, found, message)
+    names = tuple(fqns)
+    message = with_short_names(message, (*names, file))
+    return Finding(kind, file, offset, nbytes, names, expected, found, message)
 
 
 def led_on(finding: Finding, way: str) -> Finding:
