@@ -36,6 +36,9 @@ def _rebuild(cls: type[DcpxError], message: str, fields: dict[str, Any]) -> Dcpx
     return cls(message, **fields)
 
 
+_NAMES = ("fqn", "global_name")  # fields that a file has chosen
+
+
 class DcpxError(Exception):
     """Base of every error that torch-dcpx raises on purpose.
 
@@ -55,10 +58,10 @@ class DcpxError(Exception):
         unknown = set(fields) - set(self.FIELDS)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no field {sorted(unknown)}")
+        super().__init__(with_short_names(message, map(fields.get, _NAMES)))
         for name in self.FIELDS:
             setattr(self, name, fields.get(name))
         self.message = message
-        super().__init__(self.message)
 
     @property
     def message(self) -> str:
@@ -67,8 +70,7 @@ class DcpxError(Exception):
 
     @message.setter
     def message(self, text: str) -> None:
-        known = (getattr(self, name, None) for name in ("fqn", "global_name"))
-        self._message = with_short_names(text, known)
+        self._message = with_short_names(text, (getattr(self, name, None) for name in _NAMES))
 
     def __str__(self) -> str:
         return self.message

@@ -15,7 +15,7 @@ from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError
-from torch_dcpx.cli import listing as cli_list
+from torch_dcpx.cli import ls as cli_list
 from torch_dcpx.manager import removal
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.stored import OwnDirectory
