@@ -76,7 +76,7 @@ class Replacing(NamedTuple):
                 file.close()
                 self.move(beside, path)
             except BaseException:
-                beside.unlink()
+                beside.unlink(missing_ok=True)  # the error that counts is this one
                 raise
 
 

@@ -101,7 +101,7 @@ def _ranks_of(look: Look, commits: Sequence[Brief]) -> int | None:
 
 
 class Files(NamedTuple):
-    """What lies there of the files that metadata names, by their names and sizes alone."""
+    """Says what lies there of the files that metadata names, by names and sizes alone."""
 
     sizes: dict[str, int]  # bytes of each that is named; 0 of a missing one
     missing: int = 0  # no regular file

@@ -73,7 +73,7 @@ class ListedCheckpoint:
 
     @property
     def found(self) -> str:
-        """What is there of its data files: "whole", "1 of 2 missing"; "" where nobody can tell."""
+        """Says if its data files are there: "whole", "1 of 2 missing"; "" where nobody can tell."""
         if self.state != "committed":
             return ""
         counts = self.files, self.missing, self.short, self.long

@@ -1,4 +1,4 @@
-"""What a checkpoint records of its bytes: checksums of chunks, and where the raw bytes lie."""
+"""Finds what a checkpoint records of its bytes: checksums of chunks, where raw bytes lie."""
 
 from __future__ import annotations
 

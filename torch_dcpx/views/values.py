@@ -140,7 +140,7 @@ class Compared:
 
 @dataclass
 class Summed:
-    """What the elements of a tensor are, as far as they were added."""
+    """Sums up the elements of a tensor, as far as they were added."""
 
     finite: int = 0
     nan: int = 0
