@@ -56,6 +56,7 @@ pytest_plugins = [
     "support.object_fixture",
     "support.build_fixture",
     "support.page_fixture",
+    "support.fuse_fixture",
     "support.under_way",
 ]
 
