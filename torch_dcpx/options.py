@@ -143,6 +143,11 @@ class WriteOptions(_Told):
             or several; ranks that save elsewhere are refused. One path that is another directory on
             each node needs no option. For `dcpx.*` and the manager; through `dcp.*` nothing is
             compared.
+        check_visible: whether one rank of each node looks, before the save returns, until it sees
+            the commit and all files. "auto" (default): where other nodes mount the file system, by
+            its type (NFS, FUSE, Lustre, GPFS, Ceph, ...). For `dcpx.*` and the manager.
+        visible_s: for how many seconds a node looks for what was saved there, where its view of a
+            file system is late; then an error names it. Default 30.
         endpoint: URL of the store of an `s3://` or `az://` path, such as "http://minio:9000".
             Default None: as obstore finds it (AWS_ENDPOINT_URL, AZURE_STORAGE_ENDPOINT, or else
             Amazon's or Azure's).
@@ -167,11 +172,15 @@ class WriteOptions(_Told):
     on_busy: Literal["wait", "skip", "error"] = "wait"
     overlap: bool = False
     node_local: bool = False
+    check_visible: bool | Literal["auto"] = "auto"
+    visible_s: float = 30.0
     endpoint: str | None = None
     conditional_commit: bool = True
 
     def __post_init__(self) -> None:
-        set_plain_ints(self, *_INTEGERS, "files_per_rank", "max_in_flight", "save_timeout_s")
+        set_plain_ints(
+            self, *_INTEGERS, "files_per_rank", "max_in_flight", "save_timeout_s", "visible_s"
+        )
         check_choice("durability", self.durability, ("full", "none"))
         _check_memory(self.resolved_memory_bytes(), self.slot_bytes, self.workers)
         check_bool("direct_io", self.direct_io)
@@ -184,6 +193,9 @@ class WriteOptions(_Told):
         check_choice("on_busy", self.on_busy, ("wait", "skip", "error"))
         check_bool("overlap", self.overlap)
         check_bool("node_local", self.node_local)
+        if self.check_visible != "auto":
+            check_bool("check_visible", self.check_visible)
+        check_seconds("visible_s", self.visible_s)
         _check_endpoint(self.endpoint)
         check_bool("conditional_commit", self.conditional_commit)
 
@@ -230,6 +242,8 @@ class ReadOptions(_Told):
             ranks; for `dcpx.load` only. Default 1800.
         node_local: the path's last component may differ over the ranks, where each node has its own
             directory; the same on all ranks. For `dcpx.load` only. Default False.
+        visible_s: for how many seconds a load looks for what this job has saved, as in
+            `WriteOptions`; for what others have, 5 s at most. Default 30.
         endpoint: as in `WriteOptions`. Default None.
 
     Raises:
@@ -245,16 +259,18 @@ class ReadOptions(_Told):
     direct_io: bool = True
     load_timeout_s: float = 1800.0
     node_local: bool = False
+    visible_s: float = 30.0
     endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        set_plain_ints(self, *_INTEGERS, "load_timeout_s")
+        set_plain_ints(self, *_INTEGERS, "load_timeout_s", "visible_s")
         check_choice("verify", self.verify, ("blocks", "none"))
         check_bool("trusted", self.trusted)
         _check_memory(self.host_memory_bytes, self.slot_bytes, self.workers)
         check_bool("direct_io", self.direct_io)
         check_seconds("load_timeout_s", self.load_timeout_s)
         check_bool("node_local", self.node_local)
+        check_seconds("visible_s", self.visible_s)
         _check_endpoint(self.endpoint)
         object.__setattr__(self, "safe_globals", checked_globals(self.safe_globals))
 

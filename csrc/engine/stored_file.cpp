@@ -1,6 +1,7 @@
 #include "engine/stored_file.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <utility>
 
 #include "common/bytes.h"
@@ -11,6 +12,8 @@
 namespace dcpx::engine {
 namespace {
 
+constexpr std::uint64_t kMaxFileBytes = std::uint64_t{1} << 62;
+
 std::string hex(const FileId& id) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string text;
@@ -19,6 +22,19 @@ std::string hex(const FileId& id) {
     text += kDigits[std::to_integer<unsigned>(byte) & 15];
   }
   return text;
+}
+
+// A file that is shorter than its metadata says may be damage, or a node's late view of it.
+Error shorter(const io::InputFile& file, std::uint64_t wanted, const char* least) {
+  Error error(ErrorCode::kShortRead,
+              "'" + file.path() + "' is shorter than its metadata says: " +
+                  std::to_string(file.size_bytes()) + " B of " + least + std::to_string(wanted) +
+                  " B");
+  error.path = file.path();
+  error.sys_errno = EIO;
+  error.offset = static_cast<std::int64_t>(file.size_bytes());
+  error.nbytes = static_cast<std::int64_t>(wanted - file.size_bytes());
+  return error;
 }
 
 }  // namespace
@@ -32,9 +48,10 @@ void StoredFile::open(const InputFolder& folder) {
                            "the file was replaced while it was read");
   }
   if (spec_.is_ours) {
-    if (size != spec_.file_bytes) {
+    if (size < spec_.file_bytes) throw shorter(file_, spec_.file_bytes, "");
+    if (size > spec_.file_bytes) {
       throw corruption_error(file_.path(), 0, static_cast<std::int64_t>(size),
-                             "file size differs from the metadata's: truncated or of another save",
+                             "the file is longer than its metadata says: of another save",
                              std::to_string(spec_.file_bytes) + " B", std::to_string(size) + " B");
     }
     if (size < kTailBytes) {
@@ -144,11 +161,11 @@ void StoredFile::refuse_overlaps(const std::vector<WantedItem>& wanted,
 
 LocatedItem StoredFile::locate_foreign(const WantedItem& wanted) {
   if (wanted.offset > size_bytes_ || wanted.nbytes > size_bytes_ - wanted.offset) {
+    const std::uint64_t end = wanted.offset + wanted.nbytes;
+    if (end >= wanted.offset && end <= kMaxFileBytes) throw shorter(file_, end, "at least ");
     throw corruption_error(file_.path(), static_cast<std::int64_t>(wanted.offset),
                            static_cast<std::int64_t>(wanted.nbytes),
-                           "the metadata names bytes behind the end of the file: truncated?",
-                           "at least " + std::to_string(wanted.offset + wanted.nbytes) + " B",
-                           std::to_string(size_bytes_) + " B");
+                           "the metadata names bytes that no file has");
   }
   LocatedItem out;
   out.payload_offset = wanted.offset;

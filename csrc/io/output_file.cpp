@@ -1,5 +1,6 @@
 #include <fcntl.h>
 #include <sys/statvfs.h>
+#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -56,6 +57,27 @@ bool set_direct_flag(int fd, bool is_direct) {
   return failed == 0;
 }
 
+// Opens a name that is new beneath a directory. Where another node has just made that directory,
+// this one may have a stale handle of it for a second: then it is opened anew, by its path.
+int create_at(int dir_fd, const std::string& dir_path, const char* name, int flags) {
+  constexpr long kPausesMs[] = {0, 50, 200, 800, 1500};
+  int fd = open_at(dir_fd, name, flags, 0666);
+  for (const long pause_ms : kPausesMs) {
+    if (fd >= 0 || errno != ESTALE) return fd;
+    const timespec pause{pause_ms / 1000, pause_ms % 1000 * 1000000};
+    ::nanosleep(&pause, nullptr);
+    const UniqueFd anew(open_at(AT_FDCWD, dir_path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+    struct stat stale{};
+    struct stat found{};
+    if (!anew.is_open() || io::fstat(anew.get(), &found) != 0) continue;
+    const bool is_known = io::fstat(dir_fd, &stale) == 0;
+    errno = ESTALE;
+    if (is_known && (stale.st_ino != found.st_ino || stale.st_dev != found.st_dev)) return -1;
+    fd = open_at(anew.get(), name, flags, 0666);
+  }
+  return fd;
+}
+
 }  // namespace
 
 OutputFile::OutputFile(OutputFile&& other) noexcept { *this = std::move(other); }
@@ -73,7 +95,7 @@ OutputFile OutputFile::create(int dir_fd, const std::string& dir_path,
   DCPX_CHECK(!names.empty(), "a file needs a name");
   constexpr int kFlags = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
   for (std::size_t i = 0; i < names.size();) {
-    const int fd = open_at(dir_fd, names[i].c_str(), kFlags, 0666);
+    const int fd = create_at(dir_fd, dir_path, names[i].c_str(), kFlags);
     if (fd >= 0) {
       OutputFile file;
       file.fd_ = UniqueFd(fd);

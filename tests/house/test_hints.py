@@ -30,6 +30,7 @@ from torch_dcpx import (
     MismatchError,
     NotCommittedError,
     RepairError,
+    ShortReadError,
 )
 
 JARGON = re.compile(r"memo|opcode|\bSTOP\b|unpickle", re.IGNORECASE)
@@ -142,7 +143,7 @@ def test_missing_data_file_names_verify_which_lists_it(saved: Path) -> None:
 def test_cut_data_file_names_verify_which_finds_it(saved: Path) -> None:
     with (saved / "__0_0.distcp").open("r+b") as file:
         file.truncate(100)
-    text = text_of(CorruptionError, lambda: dcpx.load(zeros(), saved))
+    text = text_of(ShortReadError, lambda: dcpx.load(zeros(), saved))
     assert "__0_0.distcp" in run(text, code=1).output
 
 

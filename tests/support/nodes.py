@@ -39,6 +39,8 @@ def enter_node(number: int, path: str | os.PathLike[str], own: str | os.PathLike
     if not os.path.samefile(path, own) or os.path.realpath(path) != os.path.realpath(own):
         mount(os.fspath(own), os.fspath(path), _BIND)
     host = f"node{number}".encode()
+    if os.uname().nodename == host.decode():
+        return  # it has entered before: another mount lies there now
     _checked(libc.sethostname(host, len(host)), "sethostname")
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(f"{number:08d}-0000-4000-8000-000000000000\n")

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.planner import LoadPlan
-
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx._text import counted
 from torch_dcpx.artifacts.arguments import ExportArguments, check_same_export
@@ -47,7 +45,7 @@ def agreed_names(of_ranks: list[Names]) -> tuple[dict[str, Entry], str, dict[str
         StorageError: they see different saves of one checkpoint.
     """
     check_same_export([own.call for own in of_ranks])
-    check_same_generation([LoadPlan([], storage_data=own.generation) for own in of_ranks])
+    check_same_generation(own.generation for own in of_ranks)
     parts = {own.part: rank for rank, own in enumerate(of_ranks) if own.entries}
     if len(parts) > 1:
         (first, rank), (other, another) = sorted(parts.items())[:2]

@@ -152,7 +152,7 @@ def report_of(
     blocked_s = total_s if blocked_s is None else blocked_s
     written, timeline = run.writer.last_report, run.timeline
     path = str(run.writer.path)
-    return SaveReport(path, *committed, blocked_s, total_s, written, timeline=timeline)
+    return SaveReport(path, *committed[:4], blocked_s, total_s, written, timeline=timeline)
 
 
 def _forget_locals(error: BaseException) -> None:

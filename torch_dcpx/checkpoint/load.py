@@ -21,12 +21,13 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torch_dcpx._arguments import check_options, check_part, check_state
+from torch_dcpx._arguments import check_part, check_state
 from torch_dcpx._text import counted, grouped, human_bytes
+from torch_dcpx.checkpoint.load_arguments import options_of, reader_for
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import LoadAnswer, LoadOffer, RankLoad, agree
 from torch_dcpx.checkpoint.stateful import LoadPart, is_stateful
-from torch_dcpx.errors import MismatchError, OptionError, UnsupportedError, must_be
+from torch_dcpx.errors import MismatchError
 from torch_dcpx.events import UNHEARD, Operation, begun
 from torch_dcpx.keys.key_map import KeyMap, checked_map
 from torch_dcpx.options import ReadOptions
@@ -39,6 +40,7 @@ from torch_dcpx.reader.reader import WAY_OUT, DcpxReader, share_timeline
 from torch_dcpx.reports import LoadReport
 from torch_dcpx.storage.paths import AnyPath, checked_location
 from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.storage.visibility import until_of_one_save
 from torch_dcpx.timelines import Timeline
 
 logger = logging.getLogger("torch_dcpx")
@@ -139,23 +141,27 @@ def load_by(
     key_map: KeyMap | None = None,
     operation: Operation | None = None,
     has_trace: bool = True,
+    is_repeated: bool = True,
 ) -> LoadReport:
-    """As `load`, for a call whose checked rules these are, or with arguments of `LoadRules.of`;
-    `operation` tells its end. Default None: one that begins now. `has_trace`: whether it leaves a
-    file in DCPX_TRACE_DIR.
+    """As `load`, of checked rules or arguments of `LoadRules.of`. `operation` tells its end (None:
+    one that begins now); `has_trace`: it leaves a file in DCPX_TRACE_DIR; `is_repeated`: it begins
+    anew where another save comes between.
     """
     began = time.perf_counter()
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
-    timeout_s = ReadOptions.load_timeout_s
     operation = operation or begun("dcpx.load", checkpoint_id, storage_reader)
-    with operation:
+    known: list[LoadRules] = [given] if isinstance(given, LoadRules) else []
+
+    def load_once() -> LoadReport:
+        timeout_s = ReadOptions.load_timeout_s
         with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
             check_state("load", state_dict, checkpoint_id)
             check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
             if checkpoint_id is not None:
                 checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
-            rules = given if isinstance(given, LoadRules) else LoadRules.of(*given)
-            own_options = _options_of(options, storage_reader)
+            if not known:  # an iterator gives globs once
+                known.append(LoadRules.of(*given))
+            rules, own_options = known[0], options_of(options, storage_reader)
             exchange.restart(own_options.load_timeout_s)
             exchange.agree_on(
                 strict=rules.is_strict,
@@ -166,14 +172,17 @@ def load_by(
                 exchange.leave_out_target()
 
             def prepared() -> RankLoad:
-                reader = _reader_for(storage_reader, checkpoint_id, options)
+                reader = reader_for(storage_reader, checkpoint_id, options)
                 own_planner = DcpxLoadPlanner() if planner is None else planner
                 return RankLoad(reader, own_planner, rules, checked_map(key_map))
 
             run = LoadRun(exchange, state_dict, began, has_trace)
             with being_read(checkpoint_id or getattr(storage_reader, "path", None)):
                 error = run.run(prepared)
-        report = run.ended(error)
+        return run.ended(error)
+
+    with operation:
+        report = until_of_one_save(load_once) if is_repeated else load_once()
     operation.loaded(report, report.read)
     return report
 
@@ -363,32 +372,3 @@ class LoadRun:
 
 def _is_last(value: Any) -> bool:
     return isinstance(value, LoadPart) and value.is_last
-
-
-def _options_of(options: ReadOptions | None, reader: StorageReader | None) -> ReadOptions:
-    check_options("options", options, ReadOptions)
-    if options is None:
-        return reader.options if isinstance(reader, DcpxReader) else ReadOptions()
-    return options
-
-
-def _reader_for(
-    reader: StorageReader | None, checkpoint_id: AnyPath | None, options: ReadOptions | None
-) -> DcpxReader:
-    if reader is None:
-        if checkpoint_id:
-            return DcpxReader(checkpoint_id, options=options)
-        wrong = "a path, or there must be a storage_reader, which has one"
-        raise must_be("checkpoint_id", checkpoint_id, wrong)
-    if not isinstance(reader, DcpxReader):
-        check_part("storage_reader", reader, StorageReader, ("read_metadata", "read_data"))
-        raise UnsupportedError(
-            f"storage_reader={type(reader).__name__}: dcpx.load reads through a DcpxReader; use "
-            "torch.distributed.checkpoint.load (dcp.load) for other readers"
-        )
-    if options is not None and options != reader.options:
-        wrong = "options contradict those of storage_reader; give them to the reader"
-        raise OptionError(wrong, option="options", value=options)
-    if checkpoint_id is not None:
-        reader.reset(checkpoint_id)
-    return reader

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
-from torch_dcpx._compat import flatten_before_2_4
 from torch_dcpx._hooks import PLAN_HOOKS, has_stock_hooks, is_own, takes
 from torch_dcpx.checkpoint.containers import EMPTY, RECORD
 from torch_dcpx.checkpoint.growth import Grower, Growth, new_names, paths_of
@@ -39,9 +38,10 @@ from torch_dcpx.keys.mapped_state import MappedState, map_state, model_part
 from torch_dcpx.keys.wrappers import plain_names
 from torch_dcpx.metadata.lazy import sizes_of
 from torch_dcpx.planners.cache import STATE_READER
-from torch_dcpx.planners.load_planner import DcpxLoadPlanner
+from torch_dcpx.planners.load_planner import DcpxLoadPlanner, planned_state, state_of
 from torch_dcpx.planners.state_errors import naming_state_errors
 from torch_dcpx.reader.coverage import check_shards
+from torch_dcpx.reader.generation import Generation, check_same_generation
 from torch_dcpx.reader.pretrained_reader import shown_path
 from torch_dcpx.reader.reader import DcpxReader
 from torch_dcpx.tensors.memory import names_on_meta, refuse_meta
@@ -61,6 +61,7 @@ class LoadOffer(NamedTuple):
     unasked: bytes = b""  # for each stored name 1 if this rank does not ask for it; compressed
     has_stateful: bool = False
     new: tuple[str, ...] = ()  # stored names beneath this rank's parts that these do not have
+    generation: Generation | None = None  # the save whose metadata this rank has read
 
 
 class LoadAnswer(NamedTuple):
@@ -213,7 +214,8 @@ class RankLoad:
         stored_id = len(self.stored), zlib.crc32(text.encode(errors="surrogatepass"))
         self._new = frozenset(new := self._new_names(text) if is_first else ())
         if not can_go_on:
-            return LoadOffer(self.differences, None, False, stored_id, self._unasked(), False, new)
+            offer = LoadOffer(self.differences, None, False, stored_id, self._unasked(), False, new)
+            return offer._replace(generation=reader.generation)
         self.plan = reader.prepare_local_plan(self.plan)
         # Whether neither planner nor reader looks at the items of other ranks.
         is_light = (
@@ -231,6 +233,7 @@ class RankLoad:
             self._unasked(),
             has_stateful,
             new,
+            reader.generation,
         )
 
     def loaded(self) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class RankLoad:
     def _compare(self, compared: Callable[..., Differences], rules: LoadRules) -> None:
         """Notes the differences of what the planner will plan."""
         planner, stored = self.planner, self.stored
-        self._asked = _planned_state(planner, stored)
+        self._asked = planned_state(planner, stored)
         self.differences = compared(self._asked, stored, rules, mapped=self._mapped)
         if self._take_others():
             self._compare(compared, rules)
@@ -313,7 +316,7 @@ class RankLoad:
             if self.differences.is_refused(rules):
                 return False
         else:
-            self._asked = _state_of(planner)
+            self._asked = state_of(planner)
         if isinstance(planner, DefaultLoadPlanner):
             planner.allow_partial_load = True  # `compare` finds the missing names
         try:
@@ -322,13 +325,13 @@ class RankLoad:
             if isinstance(planner, DefaultLoadPlanner):
                 planner.allow_partial_load = is_partial
         if has_stock_hooks(planner, PLAN_HOOKS) and not isinstance(planner, DcpxLoadPlanner):
-            check_shards(_state_of(planner), stored)  # ours has checked
+            check_shards(state_of(planner), stored)  # ours has checked
         if not is_stock:
             sources: dict[str, dict[str, None]] = {}
             for item in self.plan.items:
                 sources.setdefault(item.dest_index.fqn, {})[item.storage_index.fqn] = None
             self.differences = compared(
-                _state_of(planner), stored, rules, sources=sources, mapped=self._mapped
+                state_of(planner), stored, rules, sources=sources, mapped=self._mapped
             )
         return not self.differences.is_refused(rules)
 
@@ -342,6 +345,7 @@ def agree(own: RankLoad, offers: Sequence[LoadOffer]) -> list[LoadAnswer]:
     """Returns the coordinator's answers to the offers, by rank: one error, or a plan for each.
     Raises: PlanError, if ranks gave arguments that contradict each other; as `check_left`.
     """
+    check_same_generation(offer.generation for offer in offers)  # before names of unlike saves
     if any(offer.new for offer in offers):
         unasked = _by_all(offers)
         names = {EMPTY, *own.unexpected(unasked)}
@@ -380,21 +384,3 @@ def _read_metadata(reader: DcpxReader, rank: int) -> tuple[Metadata, bool]:
         if not takes(reader.read_metadata, "kwargs"):
             raise
     return reader.read_metadata(rank=rank), False
-
-
-def _state_of(planner: LoadPlanner) -> Mapping[str, Any]:
-    state = getattr(planner, "state_dict", None)
-    return state if isinstance(state, Mapping) else {}
-
-
-def _planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state as `DefaultLoadPlanner.create_local_plan` will see it: by the names of
-    torch before 2.4 if the checkpoint has such.
-    """
-    state = _state_of(planner)
-    if getattr(planner, "dcpx_is_mapped", False):
-        return state
-    if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
-        before = flatten_before_2_4(getattr(planner, "original_state_dict", {}))[0]
-        return before if any(one in stored and one not in state for one in before) else state
-    return state

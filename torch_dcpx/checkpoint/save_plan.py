@@ -21,7 +21,7 @@ import pickle
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -65,7 +65,8 @@ class SaveAnswer(NamedTuple):
     compared: tuple[str, ...] = ()
     factors: bytes = b""  # for totals of later saves
     turns: int = 1
-    probe: str = ""  # a file to look for first, if paths differ
+    probe: str = ""  # a file to look for first, if paths or nodes differ
+    looks: Literal["", "waits", "looks"] = ""  # what this rank does once the save is committed
 
 
 class PlanRound:

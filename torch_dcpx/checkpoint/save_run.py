@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -20,8 +21,9 @@ from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._hooks import takes
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.checkpoint.containers import add_record
-from torch_dcpx.checkpoint.same_directory import Place, SameDirectory
+from torch_dcpx.checkpoint.same_directory import Place, SameDirectory, Spread
 from torch_dcpx.checkpoint.save_plan import PlanRound, SaveAnswer, SaveOffer
+from torch_dcpx.checkpoint.sight import Seen, Sight, look_for
 from torch_dcpx.checkpoint.stateful import with_state_dicts
 from torch_dcpx.errors import DcpxError, OutcomeUnknownError, UnsupportedError
 from torch_dcpx.metadata.file import stored_save_id
@@ -30,6 +32,7 @@ from torch_dcpx.ranks.exchange import Exchange
 from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
+from torch_dcpx.storage.visibility import note_saved
 from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.writer import DcpxWriter
 
@@ -41,6 +44,8 @@ class Committed(NamedTuple):
     ranks: int
     files: int
     file_bytes: int  # of all ranks, framing and checksums included
+    replaced: str = ""  # id of the save whose place this one took, where nodes may still see it
+    seen: Seen | None = None  # for ranks that look for it
 
 
 def named(error: Exception) -> Exception:
@@ -80,6 +85,8 @@ class SaveRun:
         self._begun: list[RunningSave] = []  # one, once the writer knows of it
         self._metadata: Any = None  # the coordinator's
         self._ballot: Ballot | None = None  # once all ranks have a plan
+        self._looks = ""
+        self._sight: Sight | None = None  # of the coordinator, where there are several nodes
 
     def plan(self, check: Callable[[], None]) -> SavePlan:
         """Returns this rank's final plan, agreed with all ranks. All raise an error of any rank.
@@ -93,6 +100,8 @@ class SaveRun:
         same_directory = SameDirectory(exchange)
         phase = self.timeline.phase
 
+        is_one = exchange.world_size == 1
+
         def offer() -> tuple[SaveOffer, bytes]:
             with phase("plan"):
                 check()
@@ -102,7 +111,7 @@ class SaveRun:
                 self._state_dict = with_state_dicts(self._state_dict, growing)
                 self._set_up()
                 add_record(self.planner, self._state_dict, growing)
-                return planning.offer(), self._place().digest
+                return planning.offer(), b"" if is_one else self._place().digest
 
         def answer(offers: list[SaveOffer]) -> list[SaveAnswer]:
             with phase("plan"):
@@ -111,13 +120,21 @@ class SaveRun:
         def first_answer(brought: list[tuple[SaveOffer, bytes]]) -> list[SaveAnswer]:
             with phase("plan"):
                 answers = answer([offer for offer, _ in brought])
-                probe = same_directory.probe_for(self._place(), [digest for _, digest in brought])
+                place, digests = self._place(), [digest for _, digest in brought]
+                probe = same_directory.probe_for(place, digests)
+                spread = Spread.of(digests)
+                if spread.lookers and same_directory.are_together(place):
+                    self._sight = Sight(place.directory, spread, self.writer.options)
+                    answers = self._sight.asked(answers)
                 return [each._replace(probe=probe) for each in answers] if probe else answers
 
         with phase("exchange"), paused_gc_of_many(), same_directory:
             own = exchange.reduce_scatter("plan", offer, first_answer)
-            if own.probe:
-                same_directory.check(self._place(), own.probe)
+            self._looks = own.looks
+            if own.probe and not same_directory.check(self._place(), own.probe):
+                self._looks, self._sight = "", None
+            if self._sight is not None and self._place().needs_one:
+                self._begun[0].hosts = self._sight.hosts
             if own.is_again:
                 own = exchange.reduce_scatter("plan", planning.offer_again, answer)
             self._ballot = self._new_ballot()
@@ -133,7 +150,8 @@ class SaveRun:
     def _place(self) -> Place:
         save, options = self._begun[0], self.writer.options
         location = save.directory or location_of(self.path, options.endpoint)
-        return Place(location, options.node_local, save.made)
+        needs_one = getattr(self.writer, "dcpx_needs_one_root", False)
+        return Place(location, options.node_local, needs_one, save.made)
 
     def _set_up(self) -> None:
         writer, planner, is_coordinator = self.writer, self.planner, self.exchange.is_coordinator
@@ -177,15 +195,32 @@ class SaveRun:
             ballot.vote(results)
         with self.timeline.phase("vote"):
             committed = ballot.settle(self._commit, self._was_committed)
-        return committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
+            committed = committed or Committed(self.save_id, self.exchange.world_size, 0, 0)
+            note_saved(self._place().directory, self.save_id, committed.replaced)
+            if committed.seen is not None:
+                self.exchange.restart()
+                self.exchange.all_reduce("visible", partial(self._look, committed.seen), len)
+        return committed
+
+    def _look(self, seen: Seen) -> None:
+        """Looks for the commit, if this rank is the one of its node that does."""
+        if self._looks == "looks":
+            look_for(
+                seen, self._place().directory, self.save_id, self.exchange, self.writer.options
+            )
 
     def _new_ballot(self) -> Ballot:
         return Ballot(self.exchange, self.exchange.deadline.anew())
 
     def _commit(self, results: list[list[WriteResult]]) -> Committed:
+        replaced = self._sight.replaced() if self._sight else ""
         self.writer.finish(self._metadata, results)
-        sizes = [entry.nbytes for rank in results for entry in getattr(rank, "files", ())]
-        return Committed(self.save_id, len(results), len(sizes), sum(sizes))
+        files = [entry for rank in results for entry in getattr(rank, "files", ())]
+        sizes = {entry.path: entry.nbytes for entry in files}
+        seen = self._sight.seen(sizes) if self._sight else None
+        return Committed(
+            self.save_id, len(results), len(sizes), sum(sizes.values()), replaced, seen
+        )
 
     def _was_committed(self) -> bool:
         if self._begun[0].is_unsure:  # what the storage shows now is not the last word

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -365,3 +365,21 @@ def _error(
     is_ours = reader is None or isinstance(reader, DcpxReader)
     hint = way_out(offence, type(reader).__name__ if reader is not None else "", is_ours=is_ours)
     return CorruptionError(f"{message}; nothing was read; {hint}", fqn=fqn, touched=())
+
+
+def state_of(planner: LoadPlanner) -> Mapping[str, Any]:
+    state = getattr(planner, "state_dict", None)
+    return state if isinstance(state, Mapping) else {}
+
+
+def planned_state(planner: LoadPlanner, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the state as `DefaultLoadPlanner.create_local_plan` will see it: by the names of
+    torch before 2.4 if the checkpoint has such.
+    """
+    state = state_of(planner)
+    if getattr(planner, "dcpx_is_mapped", False):
+        return state
+    if getattr(planner, "flatten_state_dict", False) and not stored.keys() <= state.keys():
+        before = flatten_before_2_4(getattr(planner, "original_state_dict", {}))[0]
+        return before if any(one in stored and one not in state for one in before) else state
+    return state

@@ -6,12 +6,12 @@ Files of ours name their save. Others are what they were while their state in th
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.planner import LoadPlan
-
-from torch_dcpx.errors import StorageError
+from torch_dcpx._text import counted
+from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import FileState, open_place
 
@@ -23,16 +23,16 @@ class Generation(NamedTuple):
     save_id: str  # each save's own; "rank-local" for all that have no metadata in common
 
 
-def check_same_generation(plans: Sequence[LoadPlan]) -> None:
-    """Raises StorageError if ranks, whose plans are given in their order, read different saves.
+def check_same_generation(notes: Iterable[Any]) -> None:
+    """Raises StorageError if ranks, whose notes are given in their order, read different saves.
 
     A planner that makes its own plans need not pass the notes on.
     """
     first: dict[str, tuple[int, str]] = {}  # by directory: ranks may have their own
-    for rank, plan in enumerate(plans):
-        if type(plan.storage_data) is not Generation:
+    for rank, note in enumerate(notes):
+        if type(note) is not Generation:
             continue
-        directory, save_id = plan.storage_data
+        directory, save_id = note
         other, found = first.setdefault(directory, (rank, save_id))
         if found != save_id:
             raise StorageError(
@@ -43,6 +43,18 @@ def check_same_generation(plans: Sequence[LoadPlan]) -> None:
                 path=directory,
                 touched=(),
             )
+
+
+def replaced(path: str | os.PathLike[str], save_id: str, error: DcpxError) -> StorageError:
+    """Returns the error of a load whose checkpoint another save has replaced under it."""
+    touched = getattr(error, "touched", None) or ()
+    return StorageError(
+        f"the checkpoint in '{path}' was replaced by save {save_id} while it was read "
+        f"({counted(len(touched), 'tensor')} touched); load it again",
+        errno=errno.ESTALE,
+        path=getattr(error, "path", None),
+        touched=touched,
+    )
 
 
 def file_states(location: Location) -> dict[str, FileState]:

@@ -16,7 +16,7 @@ from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
     NotCommittedError,
-    StorageError,
+    ShortReadError,
     UnsafePickleError,
 )
 from torch_dcpx.storage.directory import Directory
@@ -80,7 +80,9 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
     Args:
         names: in the directory.
     """
-    if METADATA_NAME in names:  # it was not wanted
+    if METADATA_NAME in names:
+        if METADATA_NAME in wanted:  # it has come between the look and the listing
+            return f"'{path}' has a '{METADATA_NAME}' since a moment: load it again"
         return f"'{path}' is a checkpoint of all ranks, not one for each rank: leave out rank"
     missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
     text = f"'{path}' holds no committed checkpoint: {missing}"
@@ -149,7 +151,7 @@ def add_repair(error: CorruptionError, directory: Location, names: Sequence[str]
 
 def add_verify(error: BaseException, directory: str) -> None:
     """Adds to the error of a damaged or missing data file the command that lists all damage."""
-    is_lost = isinstance(error, StorageError) and error.errno == errno.ENOENT
+    is_lost = isinstance(error, ShortReadError) or getattr(error, "errno", None) == errno.ENOENT
     if isinstance(error, DcpxError) and (is_lost or isinstance(error, CorruptionError)):
         error.message += f"; {command('verify', directory)} lists all damage"
 

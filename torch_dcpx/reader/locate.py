@@ -174,7 +174,7 @@ def locate_items(
         form_rows, places = job.locate(specs, wanted)
     except (CorruptionError, StorageError) as error:
         error.touched = ()
-        if isinstance(error, CorruptionError) and error.fqn is None and error.path is not None:
+        if getattr(error, "fqn", None) is None and error.path is not None:
             name = os.path.relpath(error.path, directory)
             _name_item(error, name, zip(items, entries, strict=True))
         raise
@@ -272,11 +272,20 @@ def _file_spec(name: str, fqn: str, table: Mapping[str, FileEntry] | None) -> _F
 
 
 def _name_item(
-    error: CorruptionError, file_name: str, stored: Iterable[tuple[ReadItem, Any]]
+    error: CorruptionError | StorageError,
+    file_name: str,
+    stored: Iterable[tuple[ReadItem, Any]],
 ) -> None:
-    """Adds the name of the item of the damaged file that begins at the damage, or else holds it."""
+    """Adds the name of the item of the damaged file that begins at the damage, or else holds it;
+    of a missing file, its first.
+    """
     at = -1 if error.offset is None else error.offset
     own = [(item, entry) for item, entry in stored if entry.relative_path == file_name]
+    if isinstance(error, StorageError):
+        at = own[0][1].offset if own and at < 0 else at
+        for item in [i for i, entry in own if entry.offset + entry.length > at][:1]:
+            error.message += f" (item '{item.storage_index.fqn}')"
+        return
     begin = [item for item, entry in own if entry.offset == at]
     hold = [item for item, entry in own if entry.offset <= at < entry.offset + entry.length]
     for item in (begin or hold)[:1]:

@@ -17,9 +17,10 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -31,14 +32,13 @@ from torch_dcpx._arguments import check_options, check_part
 from torch_dcpx._compat import is_in_stock_load, is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
 from torch_dcpx._hooks import is_own, refuse_bypassed
-from torch_dcpx._text import counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
 from torch_dcpx.events import UNHEARD, begun, is_anybody_listening
 from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
-from torch_dcpx.reader.generation import Generation, check_same_generation
+from torch_dcpx.reader.generation import Generation, check_same_generation, replaced
 from torch_dcpx.reader.hints import absent, add_repair, add_verify, not_committed
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
@@ -53,7 +53,10 @@ from torch_dcpx.storage.paths import (
 )
 from torch_dcpx.storage.place import Place, open_place
 from torch_dcpx.storage.reader_lock import ReadersHold
+from torch_dcpx.storage.visibility import is_late_look, look_until_seen, refuse_older
 from torch_dcpx.timelines import Timeline
+
+_T = TypeVar("_T")
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -157,7 +160,7 @@ class DcpxReader(FileSystemReader):
             paused_gc(),
         ):  # the next pause begins before this one ends: no collection between them
             try:
-                checkpoint = self.__read_checkpoint(rank)
+                checkpoint = self.__seen(partial(self.__read_checkpoint, rank))
             except DcpxError as error:
                 self.__kept_error = error
                 if is_fallback:
@@ -221,7 +224,7 @@ class DcpxReader(FileSystemReader):
         Raises:
             StorageError: ranks read the metadata of different saves; no tensor was touched.
         """
-        check_same_generation(plans)
+        check_same_generation(plan.storage_data for plan in plans)
         return super().prepare_global_plan(plans)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -300,8 +303,15 @@ class DcpxReader(FileSystemReader):
             raise
         self.__hooks_s += time.perf_counter() - began
 
+    def __seen(self, look: Callable[[], _T], *check: Callable[[DcpxError], None]) -> _T:
+        location = location_of(self.path, self.options.endpoint)
+        return look_until_seen(location, self.options.visible_s, look, *check)
+
     def __find(self, items: Sequence[ReadItem]) -> Found:
         """Opens the files of all items, and finds each item in its file."""
+        return self.__seen(partial(self.__find_now, items), self.__check_not_replaced)
+
+    def __find_now(self, items: Sequence[ReadItem]) -> Found:
         table = self.__checkpoint.files if self.__checkpoint else None
         with self.__open() as place:
             path = str(place.path)
@@ -310,8 +320,6 @@ class DcpxReader(FileSystemReader):
                 return locate_items(job, items, self.storage_data, table, path)
             except BaseException as error:
                 job.close()
-                if isinstance(error, StorageError):
-                    self.__check_not_replaced(error)
                 if self.__checkpoint is not None:
                     add_verify(error, path)
                 if isinstance(error, (AttributeError, TypeError)):
@@ -343,12 +351,15 @@ class DcpxReader(FileSystemReader):
         with self.__open() as place:
             try:
                 with place.open_small(name) as file:
-                    return decode_metadata(
+                    found = decode_metadata(
                         file,
                         str(place.path / name),
                         safe_globals=self.options.safe_globals,
                         trusted=self.options.trusted,
                     )
+                if rank is None:
+                    refuse_older(place.path, found.save_id)
+                return found
             except CorruptionError as error:
                 add_repair(error, place.path, place.names())
                 raise
@@ -358,23 +369,16 @@ class DcpxReader(FileSystemReader):
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
                 raise not_committed(place.path, place.names(), wanted) from error
 
-    def __check_not_replaced(self, error: StorageError) -> None:
+    def __check_not_replaced(self, error: DcpxError) -> None:
         """Raises StorageError if a data file is gone because a save replaced the checkpoint."""
-        if error.errno not in (errno.ENOENT, errno.ESTALE) or self.__checkpoint is None:
+        if not is_late_look(error) or self.__checkpoint is None:
             return
         try:
             current = self.__read_checkpoint(None if self.use_collectives else self.rank)
         except DcpxError:
             return  # the whole directory is gone, perhaps: the first error says more
         if current.save_id != self.__checkpoint.save_id:
-            touched = error.touched or ()
-            raise StorageError(
-                f"the checkpoint in '{self.path}' was replaced by save {current.save_id} while it "
-                f"was read ({counted(len(touched), 'tensor')} touched); load it again",
-                errno=errno.ESTALE,
-                path=error.path,
-                touched=touched,
-            ) from error
+            raise replaced(self.path, current.save_id, error) from error
 
 
 def _empty_metadata() -> Metadata:

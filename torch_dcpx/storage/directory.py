@@ -23,6 +23,8 @@ from torch_dcpx.storage.system_calls import (
     close_written,
     is_hollow,
     moved,
+    on_stale,
+    open_at,
     refuse_lost_link,
     uninterrupted,
 )
@@ -260,7 +262,7 @@ class Directory:
     def names(self) -> list[str]:
         """Returns the names of all entries. Raises: StorageError."""
         with storage_errors("list", self.path, is_read=True):
-            return sorted(uninterrupted(os.listdir, self.fd))
+            return sorted(on_stale(self, lambda: uninterrupted(os.listdir, self.fd)))
 
     def is_regular(self, name: str) -> bool:
         """Returns whether `name` is a regular file, no link. Raises StorageError if unknown."""
@@ -293,7 +295,7 @@ class Directory:
         """Opens a file of any size. Raises: StorageError; CorruptionError: no regular file."""
         path = self.path / name
         try:
-            fd = open_file(name, _READ_FLAGS, dir_fd=self.fd)
+            fd = open_at(self, name, _READ_FLAGS)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise CorruptionError(f"'{path}' is a symbolic link", path=str(path)) from error
@@ -311,7 +313,7 @@ class Directory:
         """Returns up to `nbytes` at each offset of a regular file. Raises: StorageError."""
         path = self.path / name
         with storage_errors("read", path, is_read=True):
-            fd = open_file(name, _READ_FLAGS, dir_fd=self.fd)
+            fd = open_at(self, name, _READ_FLAGS)
             try:
                 return [os.pread(fd, nbytes, offset) for offset in offsets]
             finally:
@@ -324,7 +326,7 @@ class Directory:
         views = list(_joined(memoryview(piece).cast("B") for piece in pieces))
         needed, done = sum(view.nbytes for view in views), 0
         try:
-            fd = open_file(name, flags, 0o666, dir_fd=self.fd)
+            fd = open_at(self, name, flags, 0o666)
             try:
                 for view in views:
                     end = done + view.nbytes
@@ -360,7 +362,7 @@ class Directory:
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
         with storage_errors("fsync directory", self.path):
-            _fsync_entries(self.fd, self.path)
+            on_stale(self, lambda: _fsync_entries(self.fd, self.path))
 
     def sync_parent(self) -> None:
         """Makes the directory's own entry durable; warns where its parent may not be read.

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import (
@@ -28,6 +27,7 @@ from torch_dcpx.storage.directory import (
 )
 from torch_dcpx.storage.names import temporary_name
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id, machine
+from torch_dcpx.storage.system_calls import open_at
 
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD_FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -85,7 +85,7 @@ def _made(directory: Directory, beginning: str) -> tuple[str, int]:
     for _ in range(_MAX_LOST):
         name = f"{beginning}.{machine()}-{uuid.uuid4().hex[:12]}.tmp"
         with storage_errors("create", directory.path / name):
-            fd = open_file(name, _NEW_FILE, 0o666, dir_fd=directory.fd)
+            fd = open_at(directory, name, _NEW_FILE, 0o666)
             try:
                 flock.take(fd, fcntl.LOCK_EX)
                 is_lost = os.fstat(fd).st_nlink == 0
@@ -114,7 +114,7 @@ def _remove_left(directory: Directory, beginning: str) -> None:
     left = re.compile(rf"{re.escape(beginning)}\.{machine()}-[0-9a-f]{{12}}\.tmp")
     for name in filter(left.fullmatch, directory.names()):
         try:
-            fd = open_file(name, _OLD_FILE, dir_fd=directory.fd)
+            fd = open_at(directory, name, _OLD_FILE)
         except OSError:  # gone, or no file
             continue
         try:

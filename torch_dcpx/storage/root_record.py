@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import ROOT_LOCK_NAME, root_lock_name, root_lock_number
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.system_calls import close_read, close_written, moved
+from torch_dcpx.storage.system_calls import close_read, close_written, moved, open_at
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -146,7 +145,7 @@ class FileRecord:
             path = self.path / name
             try:
                 flags = _FLAGS | os.O_RDWR | os.O_CREAT | os.O_EXCL
-                fd = open_file(name, flags, 0o666, dir_fd=directory.fd)
+                fd = open_at(directory, name, flags, 0o666)
             except FileExistsError:
                 return None
             except OSError as error:
@@ -183,7 +182,7 @@ class FileRecord:
         name = root_lock_name(self._number)
         try:
             with Directory(self.path) as directory:
-                fd = open_file(name, _FLAGS | os.O_WRONLY, dir_fd=directory.fd)
+                fd = open_at(directory, name, _FLAGS | os.O_WRONLY)
                 try:
                     status = os.fstat(fd)
                     is_own = (status.st_dev, status.st_ino) == self._own

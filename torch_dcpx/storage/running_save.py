@@ -67,6 +67,7 @@ class RunningSave:
         self.directory: Location | None = None  # where it saves to, once the writer knows
         self.is_unsure = False  # a commit that nobody has answered may still be done
         self.made: list[Path] = []  # directories that it made, the outermost first
+        self.hosts: tuple[str, ...] = ()  # by rank, where one node must see the files of others
         self.timeline = Timeline("save")  # of a driven save: that of its call
         self.thread = threading.current_thread()
         begun = getattr(_driving, "begun", None)

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, unquote
 
-from torch_dcpx._descriptors import open_file
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
-from torch_dcpx.storage.system_calls import close_read, moved
+from torch_dcpx.storage.system_calls import close_read, moved, open_at
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
@@ -200,13 +199,13 @@ class SaveLock:
         """Returns a descriptor, and whether it can be written: another user may own the file."""
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            return open_file(name, flags | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=directory.fd), True
+            return open_at(directory, name, flags | os.O_RDWR | os.O_CREAT, 0o666), True
         except PermissionError as error:
             refusal = error  # a lock needs no more than reading
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error
         try:
-            return open_file(name, flags | os.O_RDONLY, dir_fd=directory.fd), False
+            return open_at(directory, name, flags | os.O_RDONLY), False
         except FileNotFoundError:  # and may not be made: somebody can mend that
             raise storage_error("open lock", self.path, refusal) from refusal
         except OSError as error:

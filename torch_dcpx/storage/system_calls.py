@@ -9,16 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import StorageError
 
 logger = logging.getLogger("torch_dcpx")
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+_STALE_PAUSES_S = (0.0, 0.05, 0.2, 0.8, 1.5)  # a client keeps a handle for a second
 
 
 def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -59,6 +63,45 @@ def close_read(fd: int, path: str | os.PathLike[str]) -> None:
         os.close(fd)
     except OSError as error:
         logger.warning("close '%s': %s", os.fspath(path), str(error))
+
+
+class _Opened(Protocol):
+    path: Path
+    fd: int
+    FLAGS: int
+
+
+def on_stale(directory: _Opened, call: Callable[[], _T]) -> _T:
+    """Returns what `call` returns, which works on the descriptor of a directory. Where another node
+    has just made that, and this one has an earlier handle of it, it is opened anew, by its path.
+    """
+    for pause_s in _STALE_PAUSES_S:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        time.sleep(pause_s)
+        fd = open_file(directory.path, directory.FLAGS)
+        if _is_other(directory.fd, fd):  # which nobody has asked for
+            os.close(fd)
+            break
+        close_read(directory.fd, directory.path)
+        directory.fd = fd
+    return call()
+
+
+def open_at(directory: _Opened, name: str, flags: int, mode: int = 0o777) -> int:
+    """As `open_file`, beneath a directory that is opened anew where its handle is stale."""
+    return on_stale(directory, lambda: open_file(name, flags, mode, dir_fd=directory.fd))
+
+
+def _is_other(stale_fd: int, fd: int) -> bool:
+    """Returns whether two descriptors are known to be of different directories."""
+    try:
+        return not os.path.samestat(os.fstat(stale_fd), os.fstat(fd))
+    except OSError:  # nobody knows what the stale one was
+        return False
 
 
 _SMALL_BYTES = 64 << 20

@@ -29,11 +29,14 @@ from torch_dcpx.ranks.plan_wire import pack_results, unpack_results
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     FileEntry,
+    data_file_parts,
     is_data_file_name,
     is_metadata_name,
     is_temporary_name,
 )
 from torch_dcpx.storage.place import Place, SmallContent
+from torch_dcpx.storage.running_save import RunningSave
+from torch_dcpx.storage.visibility import look_until_seen
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -160,8 +163,24 @@ def refuse_beside_global(place: Place) -> None:
         )
 
 
-def check_present(place: Place, own_files: Iterable[str]) -> None:
-    """Raises StorageError where a file that this rank wrote is gone."""
+def check_present(
+    place: Place,
+    own_files: Iterable[str],
+    files: Sequence[FileEntry] = (),
+    save: RunningSave | None = None,
+    visible_s: float = 0.0,
+) -> None:
+    """Looks at what is to be committed.
+
+    Args:
+        own_files: of this rank.
+        files: of all ranks, which are looked at where `save` has hosts: this node must see those
+            of other nodes, within `visible_s` seconds.
+
+    Raises:
+        StorageError: a file that this rank wrote is gone.
+        PlanError: a file of another node is not here, or has another size.
+    """
     for path in place.missing(list(own_files))[:1]:
         raise StorageError(
             f"'{place.path / path}' was written by this save and is gone: something "
@@ -169,6 +188,24 @@ def check_present(place: Place, own_files: Iterable[str]) -> None:
             errno=errno.ENOENT,
             path=str(place.path / path),
         )
+    if save is None or not save.hosts:
+        return
+    sizes = {file.path: file.nbytes for file in files}
+
+    def look() -> None:
+        place.check_sizes(sizes, is_exact=True)
+
+    try:
+        look_until_seen(place.path, visible_s, look, is_known=True)
+    except StorageError as error:
+        path = error.path or str(place.path)
+        rank, *_ = data_file_parts(path.rpartition("/")[2]) or (-1,)
+        writer = f"rank {rank} ({save.hosts[rank]})" if 0 <= rank < len(save.hosts) else "a rank"
+        raise PlanError(
+            f"{writer} has written '{path}', and rank 0 ({save.hosts[0]}) does not see it: "
+            f"{error}; '{place.path.parent}' is not one directory on all nodes: mount it on each; "
+            "nothing is published"
+        ) from error
 
 
 def publish(

@@ -328,7 +328,7 @@ class DcpxWriter(FileSystemWriter):
         """Checks, publishes under `name`, removes what it replaced; returns the files of all."""
         metadata.storage_data, files = verify_results(metadata, results)
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
-        check_present(place, self.__own_files)
+        check_present(place, self.__own_files, files, self.__save, self.options.visible_s)
         commit(
             place,
             name,

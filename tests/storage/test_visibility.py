@@ -1,0 +1,193 @@
+"""What another node changed is looked for again; what is wrong on this node's disk is not."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torch_dcpx import CorruptionError, NotCommittedError, ShortReadError, StorageError
+from torch_dcpx.errors import DcpxError, UnsafePickleError
+from torch_dcpx.storage import mounts, visibility
+from torch_dcpx.storage.visibility import (
+    is_of_another_save,
+    look_until_seen,
+    note_saved,
+    refuse_older,
+    saved_at,
+    until_of_one_save,
+)
+
+TABLE = """\
+22 1 7:9 / / rw,relatime - ext4 /dev/vda rw
+31 22 0:41 / /cluster rw,relatime shared:1 master:2 - fuse.glusterfs host:/v1 rw,user_id=0
+32 22 0:42 / /home\\040nfs rw - nfs4 server:/home rw
+"""
+
+
+class Looks:
+    """Raises its errors, one a call, then returns."""
+
+    def __init__(self, *errors: DcpxError) -> None:
+        self.errors = list(errors)
+        self.count = 0
+
+    def __call__(self) -> int:
+        self.count += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return self.count
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes only while somebody sleeps."""
+    pauses: list[float] = []
+    monkeypatch.setattr(visibility.time, "sleep", pauses.append)
+    monkeypatch.setattr(visibility.time, "monotonic", lambda: sum(pauses))
+    return pauses
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(visibility, "is_shared", lambda _: True)
+    return tmp_path / "checkpoint"
+
+
+def late_errors() -> list[DcpxError]:
+    return [
+        StorageError("gone", errno=errno.ENOENT),
+        StorageError("stale", errno=errno.ESTALE),
+        ShortReadError("short", errno=errno.EIO),
+        CorruptionError("torn"),
+    ]
+
+
+def test_types_of_mounts_are_told_by_the_device_of_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    monkeypatch.setattr(mounts, "_TABLE", table)
+    device = tmp_path.stat().st_dev
+    own = f"33 22 {device >> 8}:{device & 255} / /x rw -"
+    assert device < 1 << 16
+    for name, is_shared in (
+        ("ext4", False),
+        ("nfs4", True),
+        ("fuse.sshfs", True),
+        ("fuse", True),
+        ("fuse.fuse-overlayfs", False),
+        ("lustre", True),
+    ):
+        table.write_text(TABLE + f"{own} {name} source rw\n")
+        assert mounts.type_at(tmp_path) == mounts.type_at(tmp_path / "no" / "such") == name
+        assert mounts.is_shared(tmp_path) == is_shared
+    table.write_text(TABLE)
+    assert mounts.type_at(tmp_path) == ""
+    table.unlink()
+    assert not mounts.is_shared(tmp_path)
+
+
+def test_late_looks_are_repeated_until_one_sees(shared: Path, slept: list[float]) -> None:
+    looks = Looks(*late_errors())
+    assert look_until_seen(shared, 30.0, looks) == 5
+    assert slept == sorted(slept) and len(slept) == 4
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotCommittedError("nothing", errno=errno.ENOENT),
+        StorageError("io", errno=errno.EIO),
+        StorageError("down", errno=errno.ENOTCONN),
+        UnsafePickleError("code"),
+        DcpxError("other"),
+    ],
+)
+def test_what_no_look_mends_is_raised_at_once(
+    shared: Path, slept: list[float], error: DcpxError
+) -> None:
+    looks = Looks(error)
+    with pytest.raises(type(error)):
+        look_until_seen(shared, 30.0, looks)
+    assert (looks.count, slept) == (1, [])
+
+
+@pytest.mark.parametrize("error", late_errors(), ids=str)
+def test_a_disk_of_this_node_is_looked_at_once(
+    tmp_path: Path, slept: list[float], error: DcpxError
+) -> None:
+    note_saved(tmp_path, "1" * 32)
+    looks = Looks(error)
+    with pytest.raises(type(error)):
+        look_until_seen(tmp_path, 30.0, looks)
+    assert (looks.count, slept) == (1, [])
+
+
+def test_looks_end_and_say_where_for_how_long_and_what_was_expected(
+    shared: Path, slept: list[float]
+) -> None:
+    always = [StorageError("'x' is gone", errno=errno.ENOENT) for _ in range(1000)]
+    with pytest.raises(StorageError, match=r"'x' is gone \(on .*, for 5 s; another node") as info:
+        look_until_seen(shared, 30.0, Looks(*always))
+    assert info.value.errno == errno.ENOENT
+    note_saved(shared, "a" * 32)
+    missing = [NotCommittedError("no", errno=errno.ENOENT) for _ in range(1000)]
+    with pytest.raises(
+        NotCommittedError, match=f"for 30 s; this job has committed save {'a' * 32}"
+    ):
+        look_until_seen(shared, 30.0, Looks(*missing))
+
+
+def test_a_check_ends_the_looks_by_an_error_of_its_own(shared: Path, slept: list[float]) -> None:
+    def check(error: DcpxError) -> None:
+        raise StorageError("replaced", errno=errno.ESTALE)
+
+    with pytest.raises(StorageError, match="replaced"):
+        look_until_seen(shared, 30.0, Looks(*late_errors()), check)
+    assert slept == []
+
+
+def test_a_save_that_was_replaced_is_older_and_an_unknown_one_is_later(tmp_path: Path) -> None:
+    first, second, third = ("a" * 32, "b" * 32, "c" * 32)
+    note_saved(tmp_path, second, first)
+    refuse_older(tmp_path, second)
+    with pytest.raises(StorageError, match=f"still that of save {first}.*{second}") as info:
+        refuse_older(tmp_path, first)
+    assert info.value.errno == errno.ESTALE
+    note_saved(tmp_path, third)
+    for older in (first, second):
+        with pytest.raises(StorageError):
+            refuse_older(tmp_path, older)
+    refuse_older(tmp_path, "d" * 32)  # somebody else has saved: nothing is known from now on
+    assert saved_at(tmp_path) is None
+    refuse_older(tmp_path, first)
+
+
+def test_notes_of_saves_are_bounded(tmp_path: Path) -> None:
+    for number in range(visibility._MAX_NOTES + 10):
+        note_saved(tmp_path / str(number), "a" * 32)
+    assert len(visibility._saved) == visibility._MAX_NOTES
+    assert saved_at(tmp_path / "0") is None and saved_at(tmp_path / "99") is not None
+
+
+@pytest.mark.parametrize("times", [0, 1, 5])
+def test_a_load_of_two_saves_begins_anew(slept: list[float], times: int) -> None:
+    stale = [StorageError("replaced", errno=errno.ESTALE) for _ in range(times)]
+    assert until_of_one_save(Looks(*stale)) == times + 1
+    assert 0 <= sum(slept) <= 3.5
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: StorageError("x", errno=errno.ESTALE), lambda: CorruptionError("x")]
+)
+def test_a_load_begins_anew_only_so_often(
+    slept: list[float], make: Callable[[], DcpxError]
+) -> None:
+    error = make()
+    looks = Looks(*[make() for _ in range(9)])
+    with pytest.raises(type(error)):
+        until_of_one_save(looks)
+    assert looks.count == (6 if is_of_another_save(error) else 1)
