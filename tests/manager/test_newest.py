@@ -120,9 +120,14 @@ def test_broken_newest_is_skipped_with_the_reason(
 ) -> None:
     save_steps(manager_of(tmp_path), 1, 2, 3)
     breaks(tmp_path / "step-3")
+    is_lost = breaks in (lose_metadata, lose_all)
+    if is_lost:
+        with pytest.raises(StorageError, match=r"'step-3' .*is known to be committed.*allow_o"):
+            manager_of(tmp_path).resume()
     with caplog.at_level(logging.WARNING, "torch_dcpx"):
-        info = manager_of(tmp_path).resume()
+        info = manager_of(tmp_path, allow_older=is_lost).resume()
     assert info.tag == "step-2"
+    assert ("allow_older=True: 'step-2' is taken" in caplog.text) == is_lost
     if breaks is not lose_all:
         ((tag, reason),) = info.skipped
         assert tag == "step-3"
@@ -171,7 +176,7 @@ def test_commit_before_the_lost_one_is_the_newest_after_going_back(
         lose_all(tmp_path / "step-160")
     if "pointer" in lose_it:
         lose(tmp_path)
-    again = manager_of(tmp_path)
+    again = manager_of(tmp_path, allow_older=lose_it == "remove")
     assert again.latest() == "step-150"
     assert again.tags() == ["step-100", "step-200", "step-300", "step-150"]
     target = {"x": torch.zeros(3)}
@@ -214,6 +219,8 @@ def test_root_with_nothing_whole_raises_and_names_what_lies_there(tmp_path: Path
     save_steps(manager_of(tmp_path), 4)
     lose_metadata(tmp_path / "step-4")
     (tmp_path / "notes.txt").write_text("mine")
+    lose(tmp_path)
+    (tmp_path / "step-4" / ".dcpx.readers").unlink()
     with pytest.raises(NotCommittedError, match="step-4") as info:
         manager_of(tmp_path).resume()
     assert "allow_fresh=True" in str(info.value) and "notes.txt" not in str(info.value)

@@ -54,7 +54,7 @@ def test_save_that_did_not_end_is_no_error(root: Path) -> None:
     for step in (160, 200):
         (root / f"step-{step}").mkdir(exist_ok=True)
         (root / f"step-{step}" / ".metadata").unlink(missing_ok=True)
-    info = manager_of(root).resume(fallback=False)
+    info = manager_of(root, allow_older=True).resume(fallback=False)  # the pointer names step-160
     skipped = [tag for tag, _ in info.skipped]
     assert (info.tag, skipped) == ("step-150", ["step-160", "step-200"])
 

@@ -24,12 +24,14 @@ from torch_dcpx.artifacts.export import ExportReport, export
 from torch_dcpx.checkpoint.same_call import Call, check_same_call, told_rules
 from torch_dcpx.errors import (
     ConcurrentSaveError,
+    DcpxError,
     MismatchError,
     NotCommittedError,
     OptionError,
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
+from torch_dcpx.manager.known import check_found
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.retention import Retention
@@ -48,6 +50,7 @@ from torch_dcpx.storage.names import (
     TRASH_PREFIX,
     is_pointer_temporary,
 )
+from torch_dcpx.storage.visibility import look_until_seen
 
 _T = TypeVar("_T")
 _Own = TypeVar("_Own")
@@ -173,7 +176,7 @@ class CheckpointCatalog:
         self.retention.wait_for_run(f"delete '{self.root.path / name}'")
         root, path = self.root, self.root.path / name
         root.files.is_there(name, "delete")
-        root.examined(name)
+        going = root.examined(name)
         self.retention.refuse_pinned(name, "delete")
         if name in self.retention.busy:
             problem = f"delete '{path}': a save to it is under way; wait for it"
@@ -183,9 +186,14 @@ class CheckpointCatalog:
             if successor is not None:  # another job must not change the pointer as well
                 held.enter_context(root.held(self.read_options.load_timeout_s))
                 successor = self._successor(name)
-            root.remove(name)
-            if successor is not None:
+            if successor is not None:  # first: what the pointer names is known to be there
                 root.point_away(name, successor)
+            try:
+                root.remove(name)
+            except DcpxError:
+                if successor is not None and root.files.identity(name) is not None:
+                    root.point_away(successor.tag, going)
+                raise
 
     def _successor(self, name: str) -> Stored | None:
         """Returns what is the newest once the newest goes; None if this is another one.
@@ -201,7 +209,7 @@ class CheckpointCatalog:
             kind = " that is not damaged" if others else ""
             raise UnsupportedError(
                 f"delete '{root.path / name}': it is the last whole checkpoint beneath "
-                f"'{root.path}'{kind}; remove the directory by hand"
+                f"'{root.path}'{kind}; remove the directory by hand, and '{POINTER_NAME}' beside it"
             )
         if newest is None or newest.tag != name:
             return None
@@ -219,7 +227,7 @@ class CheckpointCatalog:
         self.retention.wait_for_run(f"read '{root.path}'")  # else it may remove the chosen one
         for _ in range(_MAX_CHOICES):
             if tag is None:
-                stored, skipped = root.newest_but(passed) if passed else root.newest()
+                stored, skipped = self._newest(passed, allow_fresh=allow_fresh)
             else:
                 stored, skipped = root.examined(tag), ()
             if stored is None:
@@ -233,6 +241,23 @@ class CheckpointCatalog:
         path = str(root.path)
         problem = f"resume from '{path}': checkpoints are deleted faster than one can be chosen"
         raise NotCommittedError(problem, errno=errno.ESTALE, path=path)
+
+    def _newest(
+        self, passed: Collection[str], *, allow_fresh: bool
+    ) -> tuple[Stored | None, Skipped]:
+        """Returns the newest of the root, once this node sees what is known to be there.
+
+        Raises StorageError: as `check_found`.
+        """
+        root = self.root
+
+        def look() -> tuple[Stored | None, Skipped]:
+            stored, skipped = root.newest_but(passed) if passed else root.newest()
+            check_found(root, stored, skipped, passed, allow_fresh=allow_fresh)
+            return stored, skipped
+
+        visible_s = self.read_options.visible_s
+        return look_until_seen(root.path, visible_s, look, is_known=True)
 
     # ---- CheckpointManager's methods, on all ranks ---------------------------------------------
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, StorageError
+from torch_dcpx.errors import ConcurrentSaveError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import (
     Pointer,
@@ -25,6 +25,7 @@ from torch_dcpx.manager.pointer import (
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals
 from torch_dcpx.manager.stored import OwnDirectory, lies_there
 from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     PIN_NAME,
@@ -43,6 +44,12 @@ from torch_dcpx.storage.system_calls import refuse_lost_link
 logger = logging.getLogger("torch_dcpx")
 
 _LOST_AND_FOUND = "lost+found"
+# What a server, a disk of it or a network says where it does not answer.
+SILENT = frozenset(
+    {errno.ENOTCONN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
+    | {errno.ESHUTDOWN, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
+    | {errno.ECONNABORTED, errno.ECONNRESET, errno.ECONNREFUSED}
+)
 
 
 class DirectoryRoot:
@@ -50,6 +57,7 @@ class DirectoryRoot:
 
     has_locks: ClassVar[bool] = True  # of readers, which keep what they read from removal
     is_conditional: ClassVar[bool] = False  # whether `write` sees what another job has written
+    answers_in_parts: ClassVar[bool] = True  # one checkpoint may be silent, and others not
 
     def __init__(self, path: Path, *, is_durable: bool) -> None:
         """Reads nothing yet. `is_durable`: whether to fsync the pointer and entries."""
@@ -82,9 +90,13 @@ class DirectoryRoot:
         """Returns the names in the root that may be checkpoints' (no links)."""
         found: list[str] = []
         for name in filter(is_tag, self.names()):
-            with suppress(OSError):  # removed meanwhile
-                if stat.S_ISDIR((self.path / name).lstat().st_mode):
-                    found.append(name)
+            try:
+                if not stat.S_ISDIR((self.path / name).lstat().st_mode):
+                    continue
+            except OSError as error:
+                if error.errno not in SILENT:  # removed meanwhile
+                    continue
+            found.append(name)
         return found
 
     def is_foreign(self, name: str) -> bool:
@@ -104,8 +116,9 @@ class DirectoryRoot:
         return not any(map(is_of_checkpoint, within))
 
     def is_unanswered(self, error: DcpxError) -> bool:
-        """Returns False: what a file system cannot read is the fault of what lies there."""
-        return False
+        """Returns whether a part of the file system, not what lies there, is the reason."""
+        is_plain = isinstance(error, StorageError) and not isinstance(error, ShortReadError)
+        return is_plain and error.errno in SILENT  # type: ignore[attr-defined]
 
     def read(self) -> Pointer | None:
         """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
@@ -125,11 +138,14 @@ class DirectoryRoot:
         Raises: as `RootLock.take`.
         """
         # Looked for before: once the lock is taken, another manager of this process may be writing.
-        left = [] if self.lock.is_held else self._left_pointers()
+        was_held = self.lock.is_held
+        left = [] if was_held else self._left_pointers()
         if self.lock.take(timeout_s) and left:
             with Directory(self.path) as directory:
                 for name in filter(set(left).__contains__, directory.names()):
                     directory.unlink(name)
+        if not was_held and is_shared(self.path) and self.read() is None:
+            self.write(Pointer())  # before all checkpoints: who misses it does not see all
 
     def _left_pointers(self) -> list[str]:
         """Returns what holders of the root are writing, or have left; [] where nobody may look."""

@@ -26,7 +26,8 @@ from torch_dcpx.manager.pointer import Tag
 from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
-from torch_dcpx.manager.root import ManagerRoot, files_at
+from torch_dcpx.manager.root import ManagerRoot
+from torch_dcpx.manager.root_files import files_at
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -35,6 +36,8 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.paths import AnyPath
 
 logger = logging.getLogger("torch_dcpx")
+
+_SWITCHES = "async_save", "allow_fresh", "allow_older", "trainable_only"
 
 
 @named_arguments("__init__", "save", "resume")
@@ -60,6 +63,7 @@ class CheckpointManager:
         options: WriteOptions | None = None,
         read_options: ReadOptions | None = None,
         allow_fresh: bool = False,
+        allow_older: bool = False,
         grace_s: float | None = None,
         trainable_only: bool = False,
     ) -> None:
@@ -77,27 +81,32 @@ class CheckpointManager:
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
             options, read_options: of the writer, and of readers. Default None: all defaults.
-            allow_fresh: starts fresh where saves began, but none is whole. Default False: an error.
+            allow_fresh: starts fresh where saves began, and none was committed. Default False: an
+                error.
+            allow_older: takes an older one, or starts fresh, where a commit is known and is not
+                found, or storage does not answer. Default False: an error.
             grace_s: of a store's root: seconds for which data of removed checkpoints, and of saves
                 that did not end, stay. Default None: 3600, or `2 * save_timeout_s` if that is more.
             trainable_only: leaves frozen parameters out (docs/howto/lora.md). Default False.
 
         Raises:
             OptionError: values that cannot work.
-            UnsupportedError: another URL as root, or no obstore for this one.
+            UnsupportedError: another URL as root, or no obstore for this one; `node_local`.
         """
         check_ranks(process_group, no_dist)
         check_options("options", options, WriteOptions)
         check_options("read_options", read_options, ReadOptions)
-        check_bool("async_save", async_save)
-        check_bool("allow_fresh", allow_fresh)
-        check_bool("trainable_only", trainable_only)
+        given = async_save, allow_fresh, allow_older, trainable_only
+        for name, value in zip(_SWITCHES, given, strict=True):
+            check_bool(name, value)
         self._rules = KeepRules.of(keep_last, keep_every, keep_best)
         options = options or WriteOptions()
         read_options = read_options or ReadOptions(endpoint=options.endpoint)
         files = files_at(root, options, read_options, grace_s)
         self.root: Location = files.path
-        self._root = ManagerRoot(files, read_options, os.fsdecode(root), options.save_timeout_s)
+        patience_s = options.save_timeout_s
+        self._root = ManagerRoot(files, read_options, os.fsdecode(root), patience_s)
+        self._root.allow_older = allow_older
         self._retention = Retention(self._root, self._rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
         self._catalog = CheckpointCatalog(self._root, self._retention, ranks, options, read_options)
@@ -182,10 +191,11 @@ class CheckpointManager:
 
         Returns:
             The resumed checkpoint. A fresh start has no tag: nothing in the root is of a save, or
-            no checkpoint is whole and `allow_fresh` is set.
+            none was committed and `allow_fresh` is set.
 
         Raises:
             NotCommittedError: no whole checkpoint is there, or not the tag.
+            StorageError: what is known to be committed is not found, or storage does not answer.
             MismatchError: a part was not saved; nothing was changed. Or, behind the read: one group
                 has parameters of different saved settings, or of no saved optimizer.
             RankError: code of the caller (`merge`, a `load_state_dict`) raised on a rank: on all.

@@ -132,8 +132,8 @@ def _empty(root: DirectoryRoot, directory: PosixPlace) -> Path | None:
     rest = [name for name in directory.names() if name not in _OWN_NAMES]
     if rest:
         if not any(is_data_file_name(name) or is_name_of_open_file(name) for name in rest):
-            directory.unlink(TOMBSTONE_NAME)
-            directory.unlink(PIN_NAME)
+            for name in (TOMBSTONE_NAME, PIN_NAME, READERS_NAME):  # which is a commit's mark
+                directory.unlink(name)
         # The user's own, or open: that goes when its last reader closes it.
         logger.info("'%s' stays, for it holds %s besides", directory.path, ", ".join(rest[:5]))
         return None

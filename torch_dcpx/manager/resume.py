@@ -56,11 +56,13 @@ from torch_dcpx.reader.pretrained_reader import stored_sizes
 from torch_dcpx.reader.reader import quiet_reader
 from torch_dcpx.reports import LoadReport, resumed_line
 from torch_dcpx.storage.object_url import Location, location_of
+from torch_dcpx.storage.visibility import is_of_another_save, note_saved
 
 _MAX_SHOWN = 5  # names in one message
 _MAX_TOLD = 3  # names in a line
 _MAX_CHARS = 60  # of a name in a line
-_MAX_REMOVED = 8  # checkpoints that another job removes under one resume
+_MAX_REMOVED = 8  # checkpoints that another job removes, or replaces, under one resume
+_PAUSE_S = 0.4  # for a node that sees a replaced one late
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -185,6 +187,7 @@ class Resume:
                 if rank == 0:
                     logger.info("nothing to resume in '%s': a fresh start", catalog.root.given)
                 return ResumeInfo(skipped=self._skipped)
+            note_saved(chosen.path, chosen.save_id)  # this node may see it late
             path = str(chosen.path)
             call = CallId("load", last_component(path))
             timeout_s = options.load_timeout_s
@@ -202,6 +205,7 @@ class Resume:
                     path,
                     storage_reader=quiet_reader(path, options),
                     key_map=wanted.rules,
+                    is_repeated=False,
                     **catalog.ranks,
                 )
             except BaseException as error:
@@ -267,9 +271,11 @@ class Resume:
     def _is_removed(self, error: BaseException) -> bool:
         """Returns whether to choose again after this error, on which the ranks agree."""
         may_be_gone = self.tag is None and not self.catalog.root.files.has_locks
-        if not may_be_gone or not isinstance(error, NotCommittedError):
+        is_gone = may_be_gone and isinstance(error, NotCommittedError)
+        if not (is_gone or is_of_another_save(error)):
             return False
         self._removed += 1
+        time.sleep(0.0 if is_gone else _PAUSE_S)
         return self._removed <= _MAX_REMOVED
 
     def _passes_over(self, chosen: Stored, error: BaseException, rank: int) -> bool:

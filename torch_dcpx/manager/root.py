@@ -13,48 +13,22 @@ import errno
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 
-from torch_dcpx._arguments import check_wait
 from torch_dcpx._waiting import Guard
-from torch_dcpx.errors import DcpxError, OutcomeUnknownError, StorageError, must_be
+from torch_dcpx.errors import DcpxError, OutcomeUnknownError, StorageError
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.newest import Runs, doubts, new_run, ranked, to_ask
 from torch_dcpx.manager.pointer import Pointer, refuse_users_pointer
 from torch_dcpx.manager.store_root import StoreRoot
 from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
-from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.names import METADATA_NAME, POINTER_NAME
-from torch_dcpx.storage.object_url import ObjectUrl, location_of
-from torch_dcpx.storage.paths import AnyPath, checked_location
 from torch_dcpx.storage.root_record import identity_of
 
 logger = logging.getLogger("torch_dcpx")
 
-_GRACE_S = 3600.0
 _PATIENCE_S = 600.0
 OF_TIMEOUT = 0.8  # of an operation: the other ranks hear of a root that is held before they give up
-
-
-def files_at(
-    root: AnyPath, options: WriteOptions, read_options: ReadOptions, grace_s: float | None
-) -> DirectoryRoot | StoreRoot:
-    """Returns the files of a root. Args, Raises: as `CheckpointManager`."""
-    text = checked_location(root, "a root is a directory of a file system, s3:// or az://", "root")
-    location = location_of(root if isinstance(root, ObjectUrl) else text, options.endpoint)
-    if isinstance(location, Path):
-        if grace_s is not None:
-            raise must_be("grace_s", grace_s, "None: a directory has locks for readers")
-        return DirectoryRoot(location.absolute(), is_durable=options.durability == "full")
-    if options.endpoint != read_options.endpoint:
-        raise must_be(
-            "read_options.endpoint", read_options.endpoint, f"as in options: {options.endpoint!r}"
-        )
-    check_wait("grace_s", grace_s)
-    if grace_s is None:
-        grace_s = max(_GRACE_S, 2 * options.save_timeout_s)
-    is_conditional = options.conditional_commit
-    return StoreRoot(location, grace_s=grace_s, is_conditional=is_conditional)
 
 
 class ManagerRoot:
@@ -79,6 +53,10 @@ class ManagerRoot:
         self.given = given or str(files.path)
         self._options = options
         self.patience_s = patience_s
+        self.allow_older = False  # whether a known commit that is not found is passed over
+        self.known = Pointer()  # the last commit that this process has made, or read of
+        self.has_pointer = False  # as far as the last look has seen
+        self.silent: dict[str, StorageError] = {}  # by tag: what did not answer the last look
         self._commits = Guard()  # one at a time: the pointer follows each
         # Of the pointer and its order alone: a removal must not wait for a thread whose signal's
         # handler waits for it. All else that is noted changes in one step of the interpreter.
@@ -199,12 +177,15 @@ class ManagerRoot:
             pointer = self.files.read()
         except DcpxError as error:
             is_no_root = isinstance(error, StorageError) and error.errno == errno.ENOTDIR
-            if is_no_root or self.files.is_unanswered(error):
+            if is_no_root or (self.files.is_unanswered(error) and not self.allow_older):
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
             pointer = None
+        self.has_pointer = pointer is not None
         pointer = pointer or Pointer()
         root = identity_of(self.path)
+        if pointer.tag is not None and pointer.root in ("", root):  # else it came with a copy
+            self._note_known(pointer)
         run = new_run(f"{self.path} {root}")
         self._runs = Runs(pointer.run or run, root, pointer.earlier)
         if pointer.root not in ("", root):  # the run may go on where this was copied from
@@ -212,6 +193,10 @@ class ManagerRoot:
             last = max([pointer.order, *(s.order for s in begun)])
             self._runs = Runs(run, root, {**pointer.earlier, pointer.run: last})
         return pointer
+
+    def _note_known(self, pointer: Pointer) -> None:
+        if pointer.order >= self.known.order:
+            self.known = pointer
 
     @property
     def runs(self) -> Runs:
@@ -236,6 +221,10 @@ class ManagerRoot:
     def _seen(self) -> list[Stored]:
         """Returns what `newest` has examined, the newest first."""
         return ranked((row[1] for row in list(self._known.values())), self.runs)
+
+    def has_seen(self, save_id: str | None) -> bool:
+        """Returns whether `newest` has found a save whole, under whatever name."""
+        return any(stored.save_id == save_id for stored in self._seen())
 
     def _is_put_back(self, pointer: Pointer, chosen: Stored) -> bool:
         """Returns, and logs, whether the pointer is older than a later commit of the root's own.
@@ -285,11 +274,14 @@ class ManagerRoot:
         stored: list[Stored] = []
         skipped: list[tuple[str, str]] = []
         for tag in tags:
+            self.silent.pop(tag, None)
             try:
                 stored.append(self.examined(tag, looks_at_data=looks_at_data))
             except DcpxError as error:
-                if self.files.is_unanswered(error):
-                    raise
+                if isinstance(error, StorageError) and self.files.is_unanswered(error):
+                    if not (self.files.answers_in_parts or self.allow_older):
+                        raise
+                    self.silent[tag] = error
                 if not self.files.is_foreign(tag) and not self.is_busy(tag):
                     skipped.append((tag, f"{type(error).__name__}: {error}"))
         return ranked(stored, self.runs), tuple(skipped)
@@ -364,18 +356,20 @@ class ManagerRoot:
         with self._own():
             if self._pointer is None or order >= self._pointer.order:
                 self._pointer = Pointer(tag, step, save_id, order)
+                self._note_known(self._pointer)
             self._write_or_warn("'%s' is committed; the pointer does not say so: %s", tag)
 
     def point_away(self, tag: str, stored: Stored) -> None:
-        """Makes an older checkpoint the newest after the deletion of the newest.
+        """Makes another checkpoint the newest, where this one is about to be deleted.
 
-        It logs a failure: a pointer to a checkpoint that is gone costs a listing.
+        It logs a failure: the next resume asks for what the pointer names.
         """
         with self._own():
             if self._pointer is None or self._pointer.tag != tag:
                 return  # another was committed meanwhile
             self._pointer = _pointer_to(stored, max(self._pointer.order, stored.order))
-            self._write_or_warn("'%s' is deleted; the pointer still names it: %s", tag)
+            self.known = self._pointer
+            self._write_or_warn("'%s' is to be deleted; the pointer still names it: %s", tag)
 
     def _write_or_warn(self, text: str, tag: str) -> None:
         try:

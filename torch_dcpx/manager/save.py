@@ -223,6 +223,8 @@ class Saves:
 class _ManagedWriter(DcpxWriter):
     """Writes one checkpoint of a manager; on the coordinator, `finish` also keeps the root."""
 
+    dcpx_needs_one_root = True
+
     _DcpxWriter__log_level = logging.DEBUG  # the manager's own line says it
 
     def __init__(self, path: Location, record: Record, catalog: CheckpointCatalog) -> None:

@@ -1,0 +1,133 @@
+"""A resume does not go back behind a known commit, nor begin anew, without the user's word."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fuse_fixture import MountedClient
+from trainings import manager_of, save_steps
+
+from torch_dcpx import CheckpointManager, ReadOptions, StorageError
+
+Clients = tuple[MountedClient, MountedClient]
+
+
+@pytest.mark.parametrize("evidence", ["newest", "step-3/.dcpx.readers", "step-3/.metadata"])
+def test_training_does_not_begin_anew_where_a_commit_has_left_a_trace(
+    tmp_path: Path, evidence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 3)
+    traces = ["newest", "step-3/.dcpx.readers", "step-3/.metadata", "step-3/__0_0.distcp"]
+    for trace in traces:
+        if trace != evidence:
+            (tmp_path / trace).unlink()
+    with pytest.raises(StorageError, match=r"'step-3'.*is not found whole.*allow_older"):
+        manager_of(tmp_path, allow_fresh=True).resume()
+    assert manager_of(tmp_path, allow_fresh=True, allow_older=True).resume().is_fresh
+    assert "allow_older=True: a fresh start" in caplog.text
+
+
+def test_newest_that_has_only_its_lock_file_left_is_not_passed_over(tmp_path: Path) -> None:
+    save_steps(manager_of(tmp_path), 2, 3)
+    (tmp_path / "newest").unlink()
+    (tmp_path / "step-3" / ".metadata").unlink()
+    with pytest.raises(StorageError, match="'step-3' holds files of a commit"):
+        manager_of(tmp_path).resume()
+    assert manager_of(tmp_path, allow_older=True).resume().tag == "step-2"
+
+
+def test_what_was_renamed_or_removed_by_a_manager_is_not_missing(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path)
+    save_steps(manager, 1, 2, 3)
+    (tmp_path / "step-3" / "notes.txt").write_text("mine")  # so that the directory stays
+    manager.delete(3)
+    assert (tmp_path / "step-3").is_dir()
+    assert manager_of(tmp_path).resume().tag == "step-2"
+    (tmp_path / "step-2").rename(tmp_path / "best")
+    assert manager_of(tmp_path).resume().tag == "step-1"
+
+
+# ---- A part of the file system that does not answer ---------------------------------------------
+
+
+def resumed(root: Path, **more: Any) -> Any:
+    options = ReadOptions(visible_s=0.3)
+    with CheckpointManager(root, read_options=options, no_dist=True, **more) as manager:
+        return manager.resume(state={"x": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
+@pytest.mark.parametrize("down", ["metadata", "data", "pointer", "metadata pointer", "all"])
+def test_resume_does_not_go_back_where_a_part_is_down(
+    two_clients: Clients, lookup: int, down: str
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2)
+    files = {"metadata": ["*step-2/.metadata"], "data": ["*step-2/__*"], "pointer": ["*newest"]}
+    files["all"] = ["*step-2/*", "*newest"]
+    client.forget()
+    for name in down.split():
+        for match in files[name]:
+            client.take_down(match, lookup=lookup)
+    is_pointer_alone = down == "pointer" and lookup == errno.ENOENT
+    if is_pointer_alone:
+        assert resumed(root).tag == "step-2"
+    else:
+        with pytest.raises(StorageError, match=r"allow_older=True|newest'"):
+            resumed(root)
+    if down != "pointer":
+        assert resumed(root, allow_older=True).tag == "step-1"
+    client.clear()
+    assert resumed(root).tag == "step-2"
+
+
+@pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
+@pytest.mark.parametrize("down", ["*.metadata", "*__0*", "*newest *.metadata", "*newest *.m* *.d*"])
+def test_training_does_not_begin_anew_where_a_part_is_down(
+    two_clients: Clients, lookup: int, down: str
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1)
+    client.forget()
+    for match in down.split():
+        client.take_down(match, lookup=lookup)
+    with pytest.raises(StorageError):
+        resumed(root, allow_fresh=True)
+    client.clear()
+    assert resumed(root, allow_fresh=True).tag == "step-1"
+
+
+def test_root_of_a_save_that_was_killed_begins_anew_on_a_shared_file_system(
+    two_clients: Clients,
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1)
+    for name in (".metadata", ".dcpx.readers"):
+        (root / "step-1" / name).unlink()
+    pointer = json.loads((root / "newest").read_text())
+    (root / "newest").write_text(json.dumps({**pointer, "tag": None, "save_id": None, "order": 0}))
+    client.forget()
+    assert resumed(root, allow_fresh=True).is_fresh
+
+
+@pytest.mark.parametrize("code", [errno.ENOTCONN, errno.EIO, errno.ETIMEDOUT])
+def test_pointer_that_does_not_answer_is_not_taken_for_none(
+    two_clients: Clients, code: int
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2)
+    client.forget()
+    client.fail("lookup open read", code, "*newest")
+    with pytest.raises(StorageError, match="newest") as info:
+        resumed(root)
+    assert info.value.errno == code
+    assert resumed(root, allow_older=True).tag == "step-2"
