@@ -93,6 +93,11 @@ def on_stale(directory: _Opened, call: Callable[[], _T]) -> _T:
 
 def open_at(directory: _Opened, name: str, flags: int, mode: int = 0o777) -> int:
     """As `open_file`, beneath a directory that is opened anew where its handle is stale."""
+    try:
+        return open_file(name, flags, mode, dir_fd=directory.fd)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
     return on_stale(directory, lambda: open_file(name, flags, mode, dir_fd=directory.fd))
 
 
