@@ -25,6 +25,23 @@ def printable(value: object) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+_URL_PARTS = re.compile(r"[/?#]")
+
+
+def shown_url(text: str) -> str:
+    """Returns a URL without what may be a secret: user, password, query, fragment. Other text stays
+    as it is.
+    """
+    scheme, mark, rest = text.partition("://")
+    if not mark:
+        return text
+    host = _URL_PARTS.split(rest, maxsplit=1)[0]
+    at = rest.rfind("@") if "@" in host or ":" in host else -1  # a password may have a "/" in it
+    rest = rest if at < 0 else f"...{rest[at:]}"
+    shown = re.split(r"[?#]", rest, maxsplit=1)[0]
+    return f"{scheme.rpartition('@')[2]}://{shown}" + ("?..." if shown != rest else "")
+
+
 _MOST_CHARACTERS = 200
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._json import parsed_json
 from torch_dcpx._replacing import Replacing
+from torch_dcpx._text import shown_url
 from torch_dcpx.errors import OptionError, StorageError, must_be
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def about_merged(path: Path) -> dict[str, Any] | None:
 
 def _local(name: str, text: str) -> Path:
     if "://" in text or text.startswith("~"):  # else it would be a directory "s3:" or "~" here
-        raise must_be(name, text, "a path of this machine, no URL and without '~'")
+        raise must_be(name, shown_url(text), "a path of this machine, no URL and without '~'")
     return Path(text)
 
 

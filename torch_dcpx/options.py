@@ -52,11 +52,12 @@ def _check_endpoint(endpoint: Any) -> None:
     if endpoint is None:
         return
     check_type("endpoint", endpoint, str, "a URL")
+    for marks, what in (("@", "holds a user or a password"), ("?#", "has a query or a fragment")):
+        if any(mark in endpoint for mark in marks):  # its text may be a secret
+            raise OptionError(f"endpoint {what}", option="endpoint", value=None)
     rest = endpoint.removeprefix("http://").removeprefix("https://")
     if rest == endpoint or not rest:
         raise must_be("endpoint", endpoint, "a URL that begins with http:// or https://")
-    if "@" in rest:  # its text may be a password
-        raise OptionError("endpoint holds a user or a password", option="endpoint", value=None)
 
 
 _WORKERS_A_CORE = 4  # they wait for the disk more than for a core

@@ -214,7 +214,7 @@ def test_commit_refused_by_the_store_is_no_unknown_outcome(
     old = prepared(object_server, object_prefix, "old")
     with retries(0):
         object_proxy.fail("put_object", "403", times=None, key=_METADATA)
-        with pytest.raises(StorageError, match="PermissionDenied"):
+        with pytest.raises(StorageError, match="AccessDenied"):
             save(NEW, object_prefix)
         object_proxy.heal()
         assert found(object_server, object_prefix, old, NEW) == ("old", [])

@@ -275,7 +275,7 @@ def test_failed_save_whose_removal_fails_too_keeps_its_own_error(store: Store) -
         store.proxy.fail("put_object", "403", key=".distcp")
         store.proxy.fail("delete_many", "500", times=None, skip=1)  # the probe's passes
         error = error_of(lambda: save(new, store.url))
-        assert "PermissionDenied" in str(error)
+        assert "AccessDenied" in str(error)
         assert ".distcp" in str(error)
         store.proxy.heal()
         assert found(store.server, store.url, old, new).what == "old"

@@ -174,10 +174,10 @@ def _huge_pages() -> Check:
 
 def _of_store(url: ObjectUrl) -> Iterator[Check]:
     """Checks what lies beneath a URL, and the store by an object of its own."""
-    bucket = bucket_of(url)
     client = f"by obstore {importlib.metadata.version('obstore')}"
     began = time.perf_counter()
     try:
+        bucket = bucket_of(url)
         bucket.listing(url.key)
     except StorageError as error:
         yield Check("store", "failure", f"{error} ({client})")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torch_dcpx._text import shown_url
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save import async_save, save
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
@@ -58,7 +59,9 @@ class Saves:
                 and `dcpx.async_save`, and what failed of a save before.
         """
         if "://" in path:
-            raise UnsupportedError(f"save to '{path}': checkpoints with a meta.pt need a directory")
+            raise UnsupportedError(
+                f"save to '{shown_url(path)}': checkpoints with a meta.pt need a directory"
+            )
 
         def files(_folder: Path) -> dict[str, bytes]:
             content = io.BytesIO()

@@ -53,6 +53,7 @@ from torch_dcpx.storage.names import (
     is_of_checkpoint,
     is_probe_name,
 )
+from torch_dcpx.storage.object_errors import REFUSED
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_store import ListedObject
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
@@ -64,7 +65,6 @@ logger = logging.getLogger("torch_dcpx")
 
 _TRIES = 8  # of the pointer, while others replace it or nobody answers
 _PAUSE_S = 0.5
-_REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class StoreRoot:
@@ -147,7 +147,7 @@ class StoreRoot:
             if error is None:
                 self._seen = wanted
                 return
-            if error.errno in _REFUSED:
+            if error.errno in REFUSED:
                 raise error
             time.sleep(_PAUSE_S)
         raise OutcomeUnknownError(
@@ -306,7 +306,7 @@ class StoreRoot:
             self._named.pop(found[0], None)
         except (StorageError, UnsupportedError) as error:
             # What nobody answered may be done later: nobody may pin it for the grace.
-            if isinstance(error, UnsupportedError) or error.errno in _REFUSED:
+            if isinstance(error, UnsupportedError) or error.errno in REFUSED:
                 with suppress_and_log(f"remove '{place.path / TOMBSTONE_NAME}'"):
                     if place.identity(METADATA_NAME) is not None:
                         place.unlink(TOMBSTONE_NAME)  # else nobody could pin it

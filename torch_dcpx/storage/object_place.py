@@ -20,6 +20,7 @@ from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer, is_size, wrong_size
 from torch_dcpx.storage.names import METADATA_NAME, Look, metadata_name
 from torch_dcpx.storage.object_claim import ObjectClaim, SmallObject
+from torch_dcpx.storage.object_errors import ANSWERS, REFUSED
 from torch_dcpx.storage.object_store import (
     ListedObject,
     bucket_of,
@@ -40,8 +41,6 @@ _MIN_SUMMED_BYTES = 256 << 10  # csrc/engine/verify_job.cpp
 _MAX_COMMITS = 4  # attempts, each with obstore's own
 _COMMIT_PAUSE_S = 1.0
 _MAX_LOOKS = 3
-_REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP})
-_ANSWERS = _REFUSED | {errno.EEXIST, errno.ESTALE}  # by the store: no request is under way
 
 
 class ObjectPlace:
@@ -254,14 +253,14 @@ class ObjectPlace:
             error = self._attempt(name, pieces, claim)
             if error is None:
                 break
-            has_answers &= error.errno in _ANSWERS
+            has_answers &= error.errno in ANSWERS
             found = self._look(name, claim, is_own)
             if found == "own":
                 break
             if found == "other" and claim.is_conditional:
                 claim.set_unsure(False)
                 raise concurrent(self.path, f"'{name}' is another one") from error
-            if found == "same" and has_answers and error.errno in _REFUSED:
+            if found == "same" and has_answers and error.errno in REFUSED:
                 claim.set_unsure(False)
                 raise error
             time.sleep(_COMMIT_PAUSE_S)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from torch_dcpx.errors import StorageError
 
 
 class Service(NamedTuple):
@@ -15,9 +19,15 @@ class Service(NamedTuple):
     variables: tuple[str, ...]  # how the names of its environment variables begin
     endpoints: tuple[str, ...]  # of these the first that is set has its URL
     credentials: str  # variables with them, for texts
+    other_credentials: str  # how those of its own command get there
     has_suffixes: bool  # takes a range that counts from the end
     deletes: int  # objects a request
     unknown_tag: str  # an ETag that no object has
+
+    @property
+    def no_credentials(self) -> str:
+        """Says where they are looked for, in an error."""
+        return f"set {self.credentials}{self.other_credentials}; this machine gives no role"
 
 
 SERVICES = {
@@ -27,6 +37,10 @@ SERVICES = {
         variables=("AWS_",),
         endpoints=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
         credentials="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        other_credentials=(
+            ' (~/.aws is not read: eval "$(aws configure export-credentials --format env)" sets '
+            "them from a profile)"
+        ),
         has_suffixes=True,
         deletes=1000,
         unknown_tag='"0"',
@@ -37,6 +51,7 @@ SERVICES = {
         variables=("AZURE_", "AZURITE_"),
         endpoints=("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
         credentials="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+        other_credentials=" (a login of `az` is not read)",
         has_suffixes=False,
         deletes=256,
         unknown_tag='"0x8D0000000000000"',
@@ -56,15 +71,34 @@ def opened(scheme: str, name: str, endpoint: str | None, more: dict[str, Any]) -
     Args:
         endpoint: its URL; None: as obstore finds it.
         more: arguments of obstore's class.
+
+    Raises StorageError: the endpoint is no URL, of which obstore would panic.
     """
     service = SERVICES[scheme]
     settings: dict[str, Any] = {}
     if endpoint is not None:
         settings["endpoint"] = endpoint
+        if "AWS_ENDPOINT_URL_S3" in os.environ and scheme == "s3":  # else it comes first
+            settings["aws_endpoint_url_s3"] = endpoint
     if scheme == "s3" and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
         settings["unsigned_payload"] = True
-    given = endpoint or next(filter(None, map(os.environ.get, service.endpoints)), "")
+    variable = next(filter(os.environ.get, service.endpoints), "")
+    given = endpoint or os.environ.get(variable, "")
+    if given and not _is_endpoint(given):
+        what = "endpoint" if endpoint else variable
+        raise StorageError(
+            f"open '{scheme}://{name}': {what} is no URL such as 'http://minio:9000'",
+            errno=errno.EINVAL,
+        )
     if given.startswith("http://"):
         settings["client_options"] = {"allow_http": True}
     opener = getattr(importlib.import_module("obstore.store"), service.opener)
     return opener(name, **settings, **more)
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False

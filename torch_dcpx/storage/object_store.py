@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
-from torch_dcpx.storage.object_errors import errno_of, told
+from torch_dcpx.storage.object_errors import said
 from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -129,9 +129,10 @@ class Bucket:
         except Exception as error:
             if not isinstance(error, (self._obstore.exceptions.BaseError, FileNotFoundError)):
                 raise
-            number = errno_of(error)
+            number, code, cause = said(error, self._service)
             range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
-            text = f"{verb}{range_text} '{self.url(key)}': {told(error, number)}"
+            text = f"{verb}{range_text} '{self.url(key)}': {cause}"
+            text = f"{code}: {text}" if code else text
             # Without the cause: its text has URLs and answers, which nobody has looked at.
             raise StorageError(
                 text, errno=number, path=self.url(key), offset=offset, nbytes=nbytes
@@ -234,6 +235,8 @@ class Bucket:
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 return None
+            if error.errno == errno.EACCES:  # an answer to HEAD has no words: GET says why
+                self.get(key)
             raise
         return meta["size"], _tag(meta, self.url(key))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.storage.object_services import SERVICES
 
+_BUCKET = re.compile(r"[A-Za-z0-9._$-]+")
 _BEGINS = tuple(f"{scheme}://" for scheme in SERVICES)
 
 
@@ -114,7 +116,7 @@ def check_url(text: str, name: str) -> None:
     """
     scheme, bucket, key = _parts(text)
     service = SERVICES[scheme]
-    if "@" in bucket:
+    if "@" in bucket or ":" in bucket:  # a password may have a "/" in it
         raise UnsupportedError(
             f"{name} is an {scheme}:// URL with a user or a password in it: give credentials as "
             f"environment variables, such as {service.credentials}"
@@ -129,6 +131,8 @@ def check_url(text: str, name: str) -> None:
     way = f"{scheme}://{service.container}/prefix"
     if not bucket:
         why = f"names no {service.container}: {way}"
+    elif not _BUCKET.fullmatch(bucket):  # which obstore does not survive
+        why = f"names no {service.container} that can be: letters, digits, '.', '-', '_'"
     elif parts == [""]:
         why = f"names a whole {service.container}: a checkpoint needs a prefix of its own, {way}"
     elif not all(map(_is_name, parts)):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch_dcpx._arguments import check_type
+from torch_dcpx._text import shown_url
 from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.storage.names import metadata_name
 from torch_dcpx.storage.object_store import import_obstore
@@ -41,7 +42,7 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
     if not text:
         raise _no_path(name, text, "is empty; '.' is the current directory")
     if "://" in text:
-        raise UnsupportedError(f"{name}={text!r} is a URL; {way_out}")
+        raise UnsupportedError(f"{name}={shown_url(text)!r} is a URL; {way_out}")
     if text.startswith("~"):
         whole = os.path.expanduser(text)  # noqa: PTH111 - a text
         way = f"write {whole!r}" if whole != text else "there is no such user here"
