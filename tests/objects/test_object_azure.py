@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from object_outcomes import LARGE_NUMEL, retries, save, state_of
+from support.azure_server import _account_signature
 from support.object_client import opened
 
 import torch_dcpx as dcpx
 from torch_dcpx import StorageError
+from torch_dcpx.storage.object_listing import listed
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_store import Bucket, bucket_of
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
@@ -123,3 +125,24 @@ def test_obstore_refuses_a_range_from_the_end(object_prefix: str) -> None:
     obstore = pytest.importorskip("obstore")
     with pytest.raises(obstore.exceptions.NotSupportedError, match="suffix range"):
         obstore.get(opened(object_prefix), "a", options={"range": {"suffix": 3}})
+
+
+def test_listing_in_azure_is_signed_by_a_shared_access_signature(
+    object_server: ObjectServer, object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object_server.put(f"{object_prefix}//x", b"")
+    object_server.put(f"{object_prefix}/a", b"")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    given = "&".join(f"{name}={value}" for name, value in _account_signature().items())
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", given.replace("+", "%2B"))
+    bucket, key = bucket_at(object_prefix)
+    assert list(bucket.listing(key).objects) == ["a"]
+
+
+def test_listing_in_azure_without_a_key_names_the_way_out(
+    object_server: ObjectServer, object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, key = bucket_at(object_prefix)
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    with pytest.raises(StorageError, match="SAS token: remove that object"):
+        listed(bucket, key)

@@ -99,10 +99,13 @@ def _kind_at_s3(method: str, query: dict[str, str], key: str) -> str:
 
 
 def with_one_key(target: str) -> str:
-    """Returns the target of a listing with pages of one key."""
+    """Returns the target of a listing with pages of one key; Azure refuses it if a header, not the
+    query, has the signature.
+    """
     path, _, text = target.partition("?")
-    kept = [one for one in text.split("&") if one and not one.startswith("max-keys=")]
-    return f"{path}?{'&'.join([*kept, 'max-keys=1'])}"
+    name = "maxresults" if "comp=list" in text else "max-keys"
+    kept = [one for one in text.split("&") if one and not one.startswith(f"{name}=")]
+    return f"{path}?{'&'.join([*kept, f'{name}=1'])}"
 
 
 def refusal(fault: str) -> tuple[int, bytes]:

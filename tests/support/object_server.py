@@ -108,11 +108,13 @@ class ObjectServer:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Returns key -> bytes of the objects whose keys start with `prefix`."""
-        query, found = {"list-type": "2", "prefix": self._key(prefix)}, {}
+        query = {"list-type": "2", "prefix": self._key(prefix), "encoding-type": "url"}
+        found = {}
         while True:
             page = ET.fromstring(self._ask("GET", "", query))
             for entry in page.iterfind("{*}Contents"):
-                found[entry.findtext("{*}Key", "")] = int(entry.findtext("{*}Size", ""))
+                key = urllib.parse.unquote_plus(entry.findtext("{*}Key", ""))
+                found[key] = int(entry.findtext("{*}Size", ""))
             token = page.findtext("{*}NextContinuationToken")
             if not token:
                 return found

@@ -54,8 +54,8 @@ from torch_dcpx.storage.names import (
     is_probe_name,
 )
 from torch_dcpx.storage.object_errors import REFUSED
+from torch_dcpx.storage.object_listing import ListedObject
 from torch_dcpx.storage.object_place import ObjectPlace
-from torch_dcpx.storage.object_store import ListedObject
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
 from torch_dcpx.storage.root_lock import RootLock
 from torch_dcpx.storage.root_record import ObjectRecord

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from torch_dcpx.storage.object_listing import ListedObject
 from torch_dcpx.storage.object_place import ObjectPlace
-from torch_dcpx.storage.object_store import ListedObject
 
 
 class ListedPlace(ObjectPlace):

@@ -21,11 +21,8 @@ from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer, is_size, wr
 from torch_dcpx.storage.names import METADATA_NAME, Look, metadata_name
 from torch_dcpx.storage.object_claim import ObjectClaim, SmallObject
 from torch_dcpx.storage.object_errors import ANSWERS, REFUSED
-from torch_dcpx.storage.object_store import (
-    ListedObject,
-    bucket_of,
-    concurrent,
-)
+from torch_dcpx.storage.object_listing import ListedObject
+from torch_dcpx.storage.object_store import bucket_of, concurrent
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_errors import said
+from torch_dcpx.storage.object_listing import Listing, listed, listing_of, tag_of
 from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -39,21 +40,6 @@ class StoredObject(NamedTuple):
     nbytes: int
     tag: str  # its ETag: another one is another object
     body: Any  # a buffer with the bytes that were asked for
-
-
-class ListedObject(NamedTuple):
-    """An object in a listing."""
-
-    nbytes: int
-    tag: str
-    modified_s: float  # when it was put, in whole seconds since 1970 by the store's clock
-
-
-class Listing(NamedTuple):
-    """Lists what lies directly beneath a prefix."""
-
-    objects: dict[str, ListedObject]  # by name
-    prefixes: list[str]  # names of those beneath which there is more
 
 
 def import_obstore() -> Any:
@@ -108,7 +94,7 @@ class Bucket:
     """Requests to one bucket. Thread-safe."""
 
     def __init__(self, scheme: str, name: str, endpoint: str | None) -> None:
-        self.scheme, self.name = scheme, name
+        self.scheme, self.name, self.endpoint = scheme, name, endpoint
         self._service = SERVICES[scheme]
         self._obstore = import_obstore()
         importlib.import_module("obstore.exceptions")
@@ -170,7 +156,7 @@ class Bucket:
             answer = self._obstore.get(self.store, key)
             meta = answer.meta
             body = answer.bytes() if meta["size"] <= WHOLE_BYTES else None
-            return StoredObject(meta["size"], _tag(meta, self.url(key)), body)
+            return StoredObject(meta["size"], tag_of(meta, self.url(key)), body)
 
         return self._repeated("get", key, call)
 
@@ -180,7 +166,7 @@ class Bucket:
         def call() -> StoredObject:
             if not self._service.has_suffixes:
                 meta = self._obstore.head(self.store, key)
-                size, tag = meta["size"], _tag(meta, self.url(key))
+                size, tag = meta["size"], tag_of(meta, self.url(key))
                 if not size:
                     return StoredObject(0, tag, b"")  # which has no range
                 options = {"range": (max(size - nbytes, 0), size), "if_match": tag}
@@ -192,9 +178,9 @@ class Bucket:
                 meta = self._obstore.head(self.store, key)
                 if meta["size"] > 0:
                     raise
-                return StoredObject(0, _tag(meta, self.url(key)), b"")  # which has no range
+                return StoredObject(0, tag_of(meta, self.url(key)), b"")  # which has no range
             meta = answer.meta
-            return StoredObject(meta["size"], _tag(meta, self.url(key)), answer.bytes())
+            return StoredObject(meta["size"], tag_of(meta, self.url(key)), answer.bytes())
 
         return self._repeated("get", key, call)
 
@@ -238,7 +224,7 @@ class Bucket:
             if error.errno == errno.EACCES:  # an answer to HEAD has no words: GET says why
                 self.get(key)
             raise
-        return meta["size"], _tag(meta, self.url(key))
+        return meta["size"], tag_of(meta, self.url(key))
 
     def put(self, key: str, pieces: Iterable[Any]) -> None:
         """Puts an object by one request."""
@@ -293,16 +279,15 @@ class Bucket:
 
     def listing(self, prefix: str) -> Listing:
         """Returns what lies directly beneath a prefix."""
-        found = self._repeated(
-            "list", prefix, lambda: self._obstore.list_with_delimiter(self.store, prefix or None)
-        )
-        objects = {
-            one["path"].rpartition("/")[2]: ListedObject(
-                one["size"], _tag(one, self.url(one["path"])), one["last_modified"].timestamp()
-            )
-            for one in found["objects"]
-        }
-        return Listing(objects, [one.rpartition("/")[2] for one in found["common_prefixes"]])
+
+        def call() -> Listing:
+            try:
+                found = self._obstore.list_with_delimiter(self.store, prefix or None)
+            except self._obstore.exceptions.InvalidPathError:
+                return listed(self, prefix)
+            return listing_of(found, prefix, self.url)
+
+        return self._repeated("list", prefix, call)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects, those that are there, as many a request as the store takes."""
@@ -364,13 +349,6 @@ class Bucket:
 
 
 _CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
-
-
-def _tag(meta: Any, url: str) -> str:
-    tag = meta.get("e_tag")
-    if not tag:
-        raise UnsupportedError(f"'{url}': the store gives no ETag to tell when it changes")
-    return str(tag) if '"' in tag else f'"{tag}"'  # as listings of Azure have it
 
 
 def concurrent(url: ObjectUrl, why: str) -> ConcurrentSaveError:

@@ -1,0 +1,163 @@
+"""Keys that obstore takes for none, beneath a root or a checkpoint, are passed over."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from object_managers import manager_of, names, resumed, save_steps
+from object_outcomes import retries
+from support.object_fixture import s3_alone
+from support.object_proxy import FaultProxy
+from support.object_server import ObjectServer
+
+import torch_dcpx
+from torch_dcpx import StorageError
+from torch_dcpx.cli.app import app
+from torch_dcpx.storage import object_listing
+from torch_dcpx.storage.object_listing import Listing, listed
+from torch_dcpx.storage.object_store import Bucket, bucket_of
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
+
+NAMES = (
+    "a",
+    "b c",
+    "d+e",
+    "f%2Fg",
+    "h&i=j",
+    "k'l",
+    "é",
+    "日本",
+    "m<n>",
+    "~o",
+    "p;q:r@s",
+    '"',
+    "..t",
+)
+_EMPTY = ET.fromstring("<ListBucketResult/>")
+
+
+def _bucket(url: str) -> tuple[Bucket, str]:
+    place = location_of(url)
+    assert isinstance(place, ObjectUrl)
+    return bucket_of(place), place.key
+
+
+def _strays(server: ObjectServer) -> list[str]:
+    """Returns keys that obstore refuses: Azurite takes no control characters."""
+    return ["/x", "/", "a//x", *(["b\x01c", "d\x7f/e"] if server.scheme == "s3" else [])]
+
+
+def _put(server: ObjectServer, url: str) -> None:
+    for name in NAMES:
+        server.put(f"{url}/{name}", b"x" * len(name))
+        server.put(f"{url}/{name}-more/deep", b"")
+
+
+def _same(found: Listing, expected: Listing) -> bool:
+    return found.objects == expected.objects and sorted(found.prefixes) == sorted(expected.prefixes)
+
+
+def test_own_listing_is_obstores(object_server: ObjectServer, object_prefix: str) -> None:
+    """In names, sizes, tags and dates."""
+    _put(object_server, object_prefix)
+    bucket, key = _bucket(object_prefix)
+    expected = bucket.listing(key)
+    assert sorted(expected.objects) == sorted(NAMES)
+    assert _same(listed(bucket, key), expected)
+    assert _same(listed(bucket, f"{key}/none"), Listing({}, []))
+
+
+@pytest.mark.parametrize("pages", ["one page", "pages of one key"])
+def test_stray_names_are_passed_over(
+    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, pages: str
+) -> None:
+    _put(object_server, object_prefix)
+    bucket, key = _bucket(object_prefix)
+    expected = bucket.listing(key)
+    strays = _strays(object_server)
+    for stray in strays:
+        object_server.put(f"{object_prefix}/{stray}", b"1")
+    if pages == "pages of one key":
+        is_signed_by_header = object_server.scheme == "az"  # obstore's own request
+        object_proxy.fail("list", "partial_list", times=None, skip=is_signed_by_header)
+    found = bucket.listing(key)
+    more = {"f%2Fg", "a"} if object_server.scheme == "s3" else {"a"}
+    assert more.issuperset(set(found.prefixes) - set(expected.prefixes))
+    assert found.objects == expected.objects
+    assert object_proxy.count("list") >= (len(NAMES) if "one key" in pages else 2)
+
+
+@s3_alone
+def test_folder_of_a_console_is_no_name(object_server: ObjectServer, object_prefix: str) -> None:
+    for name in ("", "a", "sub/"):
+        object_server.put(f"{object_prefix}/{name}", b"")
+    bucket, key = _bucket(object_prefix)
+    assert (list(bucket.listing(key).objects), bucket.listing(key).prefixes) == (["a"], ["sub"])
+    assert bucket.listing(f"{key}/sub") == Listing({}, [])
+    assert _same(listed(bucket, key), bucket.listing(key))
+
+
+@pytest.mark.parametrize("at", ["root", "checkpoint"])
+def test_root_with_a_stray_name_is_used_as_any(
+    object_server: ObjectServer, object_prefix: str, at: str
+) -> None:
+    def manager() -> Any:
+        return manager_of(object_prefix, keep_last=2, grace_s=0)
+
+    def stray(tag: str) -> None:
+        beneath = f"{object_prefix}/{tag}" if at == "checkpoint" else object_prefix
+        for name in _strays(object_server):
+            object_server.put(f"{beneath}/{name}", b"x")
+
+    with manager() as one:
+        save_steps(one, 1)
+        stray("step-1")
+        save_steps(one, 2, 3, 4)
+        stray("step-4")
+        assert one.tags() == ["step-3", "step-4"]
+    for tag in ("step-1", "step-2"):
+        assert ".metadata" not in names(object_server, object_prefix, tag)
+    listed = CliRunner().invoke(app, ["ls", object_prefix, "--json"])
+    states = {row["name"]: row["state"] for row in json.loads(listed.stdout)}
+    assert states["step-3"] == states["step-4"] == "committed"
+    assert CliRunner().invoke(app, ["gc", object_prefix]).exit_code == 0
+    assert torch_dcpx.verify(f"{object_prefix}/step-4").ok
+    for key in object_server.keys(f"{object_prefix}/step-4/__"):
+        object_server.delete(key)
+    with manager() as one:  # past the newest one, which is damaged
+        assert resumed(one) == 3.0
+
+
+@s3_alone
+def test_listing_that_is_none_is_an_error_and_asked_for_again(
+    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+) -> None:
+    object_server.put(f"{object_prefix}//x", b"")
+    object_server.put(f"{object_prefix}/a", b"")
+    bucket, key = _bucket(object_prefix)
+    object_proxy.fail("list", "truncate", skip=1)
+    assert list(bucket.listing(key).objects) == ["a"]
+    for how, words in (("403", "AccessDenied: list 's3://"), ("500", "InternalError: list 's3://")):
+        object_proxy.heal()
+        object_proxy.fail("list", how, times=None, skip=1)
+        with retries(0), pytest.raises(StorageError, match=words) as caught:
+            _bucket(object_prefix)[0].listing(key)
+        assert "http" not in str(caught.value)
+
+
+@s3_alone
+def test_listing_of_a_public_bucket_has_no_signature(
+    object_prefix: str, object_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are credentials looked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(object_listing, "_page", lambda _, url: asked.append(url) or _EMPTY)
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    assert listed(*_bucket(object_prefix)) == Listing({}, [])
+    assert len(asked) == 1 and asked[0].endswith("%2F&delimiter=/") and "X-Amz" not in asked[0]
