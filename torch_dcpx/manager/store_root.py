@@ -53,7 +53,7 @@ from torch_dcpx.storage.names import (
     is_of_checkpoint,
     is_probe_name,
 )
-from torch_dcpx.storage.object_errors import REFUSED
+from torch_dcpx.storage.object_errors import ANSWERS, REFUSED
 from torch_dcpx.storage.object_listing import ListedObject
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url
@@ -134,12 +134,11 @@ class StoreRoot:
     def write(self, pointer: Pointer) -> None:
         """Replaces the pointer, but for a later commit and damaged saves that others have noted.
 
-        Raises:
-            StorageError: it is not replaced.
-            OutcomeUnknownError: the store does not say if it is.
+        Raises: StorageError: it is not replaced; OutcomeUnknownError: the store does not say.
         """
         error: StorageError | None = None
-        for _ in range(_TRIES):
+        has_answers = True  # to all tries
+        for tries_left in reversed(range(_TRIES)):
             found, tag = self._found()
             wanted = pointer if found is None else _merged(pointer, found, self._seen)
             is_done = error is not None and found == wanted  # by a try that nobody answered
@@ -147,7 +146,8 @@ class StoreRoot:
             if error is None:
                 self._seen = wanted
                 return
-            if error.errno in REFUSED:
+            has_answers &= error.errno in ANSWERS
+            if error.errno in REFUSED or (has_answers and not tries_left):
                 raise error
             time.sleep(_PAUSE_S)
         raise OutcomeUnknownError(

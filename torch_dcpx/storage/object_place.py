@@ -245,7 +245,7 @@ class ObjectPlace:
         """
         claim = lock or self._claim(name, None, is_conditional=True)
         has_answers = True  # to all attempts
-        for _ in range(_MAX_COMMITS):
+        for tries_left in reversed(range(_MAX_COMMITS)):
             claim.set_unsure(True)
             error = self._attempt(name, pieces, claim)
             if error is None:
@@ -257,7 +257,8 @@ class ObjectPlace:
             if found == "other" and claim.is_conditional:
                 claim.set_unsure(False)
                 raise concurrent(self.path, f"'{name}' is another one") from error
-            if found == "same" and has_answers and error.errno in REFUSED:
+            is_last = error.errno in REFUSED or not tries_left
+            if found == "same" and has_answers and is_last:
                 claim.set_unsure(False)
                 raise error
             time.sleep(_COMMIT_PAUSE_S)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
+from torch_dcpx.storage.object_conditions import Conditions
 from torch_dcpx.storage.object_errors import said
 from torch_dcpx.storage.object_listing import Listing, listed, listing_of, tag_of
 from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
@@ -100,7 +101,7 @@ class Bucket:
         importlib.import_module("obstore.exceptions")
         with self.errors("open", ""):
             self.store = opened(scheme, name, endpoint, _CLIENT)
-        self._is_conditional: bool | None = None
+        self._conditions = Conditions(self, self._service.unknown_tag)
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
@@ -231,10 +232,14 @@ class Bucket:
         with self.errors("put", key):
             self._obstore.put(self.store, key, iter(pieces), use_multipart=False)
 
-    def put_again(self, key: str, body: bytes) -> None:
-        """Puts a small object, whatever is there; the request may be made twice."""
+    def put_again(self, key: str, body: bytes, mode: Any = "overwrite") -> None:
+        """Puts a small object by obstore's `mode`, whatever is there; the request may be made
+        twice.
+        """
         self._repeated(
-            "put", key, lambda: self._obstore.put(self.store, key, body, use_multipart=False)
+            "put",
+            key,
+            lambda: self._obstore.put(self.store, key, body, mode=mode, use_multipart=False),
         )
 
     def now_s(self, prefix: str) -> float:
@@ -247,10 +252,11 @@ class Bucket:
             self.put_again(key, b"torch-dcpx")
             meta = self._repeated("head", key, lambda: self._obstore.head(self.store, key))
         finally:
-            self._remove_probe(key)
+            self.remove_probe(key)
         return float(meta["last_modified"].timestamp())
 
-    def _remove_probe(self, key: str) -> None:
+    def remove_probe(self, key: str) -> None:
+        """Removes a small object; logs a failure."""
         try:
             self.delete([key])
         except StorageError as error:
@@ -273,7 +279,16 @@ class Bucket:
 
         Raises StorageError: EEXIST, ESTALE: something else is there; any other errno: unknown.
         """
-        mode: Any = "create" if replaced is None else {"e_tag": replaced}
+        try:
+            self._put_if(key, pieces, replaced)
+        except StorageError as error:
+            is_about_tag = replaced is not None and error.errno == errno.ESTALE
+            if not (is_about_tag and self._conditions.is_other_form(key.rpartition("/")[0])):
+                raise
+            self._put_if(key, pieces, replaced)
+
+    def _put_if(self, key: str, pieces: Sequence[Any], replaced: str | None) -> None:
+        mode = self._conditions.mode(replaced)
         with self.errors("put", key):
             self._obstore.put(self.store, key, iter(pieces), mode=mode)
 
@@ -315,37 +330,8 @@ class Bucket:
         return [key for key in keys if key in found]
 
     def check_conditional(self, prefix: str) -> None:
-        """Finds out by an object beneath `prefix`, once a process, whether the store knows
-        conditional writes. Raises UnsupportedError: it does not.
-        """
-        if self._is_conditional is None:
-            key = f"{prefix}/{probe_name()}"
-            try:
-                self.put(key, [b"torch-dcpx"])
-                tag = self._service.unknown_tag
-                self._is_conditional = self._refuses(key, None) and self._refuses(key, tag)
-            finally:
-                self._remove_probe(key)
-        if not self._is_conditional:
-            raise UnsupportedError(
-                f"save to '{self.url(prefix)}': the store ignores If-None-Match or If-Match, so "
-                "two saves at a time could mix; WriteOptions(conditional_commit=False) saves all "
-                "the same, where nobody else saves to this URL"
-            )
-
-    def _refuses(self, key: str, replaced: str | None) -> bool:
-        mode: Any = "create" if replaced is None else {"e_tag": replaced}
-        try:
-            self._repeated(
-                "put", key, lambda: self._obstore.put(self.store, key, b"torch-dcpx", mode=mode)
-            )
-        except StorageError as error:
-            if error.errno in (errno.EEXIST, errno.ESTALE):
-                return True
-            if error.errno == errno.EOPNOTSUPP:
-                return False
-            raise
-        return False
+        """Raises UnsupportedError, asked once a process: the store's conditions are of no use."""
+        self._conditions.check(prefix)
 
 
 _CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
