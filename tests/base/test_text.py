@@ -1,4 +1,4 @@
-"""Names in groups, as messages show many of them."""
+"""Words of messages: names in groups, URLs without secrets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from torch_dcpx._text import grouped
+from torch_dcpx._text import grouped, shown_url
 
 LORA = [
     f"base_model.model.layers.{layer}.{part}_proj.lora_{side}.default.weight"
@@ -60,3 +60,23 @@ def test_groups_are_globs_that_fit_all_their_names() -> None:
         assert 1 <= len(counts) <= 3 and sum(counts.values()) == len(names) - left
         fit = [any(fnmatch.fnmatchcase(name, glob) for glob in counts) for name in names]
         assert sum(fit) >= len(names) - left
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("gs://bucket/run", "gs://bucket/run"),
+        ("https://host:9000/run", "https://host:9000/run"),
+        ("gs://bucket/a@b", "gs://bucket/a@b"),
+        ("runs/a?b#c@d:e", "runs/a?b#c@d:e"),
+        ("https://me:pw@host/run", "https://...@host/run"),
+        ("https://me:p/w@host/run", "https://...@host/run"),
+        ("https://me:p?w@host/run", "https://...@host/run"),
+        ("https://me:p@w@host", "https://...@host"),
+        ("https://host/run?sig=pw", "https://host/run?..."),
+        ("https://host/run#pw", "https://host/run?..."),
+        ("me:pw@https://host", "https://host"),
+    ],
+)
+def test_url_is_shown_without_what_may_be_a_secret(text: str, shown: str) -> None:
+    assert shown_url(text) == shown

@@ -12,7 +12,7 @@ from support.object_client import opened
 
 import torch_dcpx as dcpx
 from torch_dcpx import StorageError
-from torch_dcpx.storage.object_listing import listed
+from torch_dcpx.storage.object_pages import listed
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.object_store import Bucket, bucket_of
 from torch_dcpx.storage.object_url import ObjectUrl, location_of

@@ -17,8 +17,9 @@ from support.object_server import ObjectServer
 import torch_dcpx
 from torch_dcpx import StorageError
 from torch_dcpx.cli.app import app
-from torch_dcpx.storage import object_listing
-from torch_dcpx.storage.object_listing import Listing, listed
+from torch_dcpx.storage import object_pages
+from torch_dcpx.storage.object_listing import Listing
+from torch_dcpx.storage.object_pages import listed
 from torch_dcpx.storage.object_store import Bucket, bucket_of
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 
@@ -155,7 +156,7 @@ def test_listing_of_a_public_bucket_has_no_signature(
 ) -> None:
     """Nor are credentials looked for."""
     asked: list[str] = []
-    monkeypatch.setattr(object_listing, "_page", lambda _, url: asked.append(url) or _EMPTY)
+    monkeypatch.setattr(object_pages, "_page", lambda _, url: asked.append(url) or _EMPTY)
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

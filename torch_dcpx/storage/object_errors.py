@@ -8,9 +8,11 @@ import os
 import re
 from typing import NamedTuple
 
+from torch_dcpx._text import counted
 from torch_dcpx.storage.object_services import Service
 
 _MAX_TEXT = 300
+_MAX_READ = 16 << 10  # characters; an answer may be of any size
 # Of what a store that is there refuses, each time.
 REFUSED = frozenset({errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP, errno.ENXIO})
 ANSWERS = REFUSED | {errno.EEXIST, errno.ESTALE}  # by the store: no request is under way
@@ -32,7 +34,7 @@ _MESSAGE = re.compile(r"<Message>(.*?)</Message>")
 _CAUSE = re.compile(r'(?:message|error): "([^"\n]{1,200})"|(TimedOut)|(IncompleteMessage)')
 _CAUSES = {"TimedOut": "it timed out", "IncompleteMessage": "the connection was closed"}
 # Of the service that tells the machines of a cloud their credentials.
-_ROLES = re.compile(r"/latest/(?:api/token|meta-data)|/metadata/identity/")
+_ROLES = re.compile(r"://[^/\s]+/(?:latest/(?:api/token|meta-data)|metadata/identity/)")
 _LACKS_KEY = re.compile(r"Missing (?:SecretAccessKey|AccessKeyId)")
 _STORE = re.compile(r"^Generic \w+ error: ")
 _REDIRECT = "redirect without LOCATION"
@@ -66,7 +68,7 @@ class Said(NamedTuple):
 def said(error: Exception, service: Service) -> Said:
     """Returns what an error of obstore means."""
     whole, _, debug = str(error).partition("\n\nDebug source")
-    whole = _STORE.sub("", " ".join(whole.split()))
+    whole = _STORE.sub("", " ".join(whole.split()))[:_MAX_READ]
     found = _CODE.search(whole)
     code = found[1] if found else ""
     number = _errno_of(error, whole, code)
@@ -115,7 +117,7 @@ def _text_of(error: Exception, whole: str, code: str, debug: str) -> str:
         scheme, host, tries = unanswered.groups()
         cause = _CAUSE.search(debug)
         why = f": {cause[1] or _CAUSES[cause[0]]}" if cause else ""
-        times = f" ({tries} retries)" if tries and tries != "0" else ""
+        times = f" ({counted(int(tries), 'retry', 'retries')})" if tries and tries != "0" else ""
         return f"no answer from {scheme}://{host}{why}{times}"
     kind = type(error).__name__
     return whole if kind == "GenericError" else f"{kind}: {whole}"

@@ -6,7 +6,6 @@ import errno
 import importlib
 import os
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from torch_dcpx.errors import StorageError
 
@@ -97,6 +96,8 @@ def opened(scheme: str, name: str, endpoint: str | None, more: dict[str, Any]) -
 
 
 def _is_endpoint(text: str) -> bool:
+    from urllib.parse import urlsplit  # few have one
+
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -21,7 +21,7 @@ from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedErro
 from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_conditions import Conditions
 from torch_dcpx.storage.object_errors import said
-from torch_dcpx.storage.object_listing import Listing, listed, listing_of, tag_of
+from torch_dcpx.storage.object_listing import Listing, listing_of, tag_of
 from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -299,6 +299,8 @@ class Bucket:
             try:
                 found = self._obstore.list_with_delimiter(self.store, prefix or None)
             except self._obstore.exceptions.InvalidPathError:
+                from torch_dcpx.storage.object_pages import listed  # loads urllib and an XML parser
+
                 return listed(self, prefix)
             return listing_of(found, prefix, self.url)
 
