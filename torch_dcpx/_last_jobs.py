@@ -17,6 +17,7 @@ from torch_dcpx._waiting import Deadline
 
 LAST_WAIT_S = 2.0  # for what is given up: only a system call or a user's hook takes longer
 STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls
+ANSWER_THREAD = "dcpx-answer"  # as well, or in a system call that may never return
 
 _LOOK_S = 0.002
 _has_stopped = False
@@ -38,9 +39,9 @@ def stop() -> None:
 def _is_any_inside() -> bool:
     """Returns whether another thread still runs code of ours, or what that has called."""
     left_out = {threading.get_ident(), *_C.stopped_threads()}
-    left_out |= {
-        thread.ident or 0 for thread in threading.enumerate() if thread.name == STORE_THREAD
-    }
+    for thread in threading.enumerate():
+        if thread.name in (STORE_THREAD, ANSWER_THREAD):
+            left_out.add(thread.ident or 0)
     for ident, top in sys._current_frames().items():
         frame: FrameType | None = None if ident in left_out else top
         while frame is not None:

@@ -1,0 +1,243 @@
+"""Calls to storage that may never return, and how long an operation waits for one.
+
+A FUSE daemon, a server or a gateway that is stopped answers no call, and a thread in such a call
+takes no signal. So the call runs on a thread of ours, and the caller waits for its answer:
+
+1. An operation (a save, a load, a listing) sets its bound at its border: `with wait_at_most(...)`.
+2. Beneath it `answered` runs one call. Its caller can be interrupted at any time, by Ctrl-C too.
+3. At the bound it raises StorageError (ETIMEDOUT). The thread is left behind, one log line an
+   operation says so, and what the call returns later is discarded.
+4. From then on each call of the operation waits for `_LAST_S` only: what tidies up after the error
+   is not to wait as long again. The next answer ends that.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from torch_dcpx._last_jobs import ANSWER_THREAD
+from torch_dcpx.errors import StorageError
+from torch_dcpx.options import ReadOptions
+
+logger = logging.getLogger("torch_dcpx")
+
+R = TypeVar("R")
+
+_LAST_S = 2.0
+_MOST_MARGIN_S = 10.0  # in which other ranks learn of the error, before they miss this rank
+
+
+class StorageTimeout:
+    """How long the calls of one operation wait for an answer of its storage. Thread-safe."""
+
+    def __init__(self, timeout_s: float, option: str) -> None:
+        """Bounds each call.
+
+        Args:
+            timeout_s: seconds after which an operation raises that waits for storage.
+            option: the name of the user's option that says so, for messages.
+        """
+        self.timeout_s, self.option = timeout_s, option
+        self._silence_s = timeout_s - min(timeout_s / 4, _MOST_MARGIN_S)
+        self._has_given_up = False
+        self._is_logged = False
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the next call waits without any progress."""
+        wait_s = min(self._silence_s, threading.TIMEOUT_MAX)
+        return min(_LAST_S, wait_s) if self._has_given_up else wait_s
+
+    def note_answer(self) -> None:
+        """Notes that the storage answers."""
+        self._has_given_up = False
+
+    def error(self, what: str, path: str, waited_s: float) -> StorageError:
+        """Returns the error of a call without an answer, and notes that there was none.
+
+        Args:
+            what: verb and object, such as "open '/ckpt/.metadata'".
+        """
+        self._has_given_up = True
+        return StorageError(
+            f"{what}: no answer for {waited_s:.0f} s; {self.option}={self.timeout_s:g} bounds the "
+            "wait",
+            errno=errno.ETIMEDOUT,
+            path=path,
+        )
+
+    def log_left(self, what: str, waited_s: float) -> None:
+        """Logs, once an operation, that a call is left behind."""
+        if not self._is_logged:
+            self._is_logged = True
+            logger.warning(
+                "%s: no answer for %.0f s; the thread that waits is left behind", what, waited_s
+            )
+
+
+_timeout: ContextVar[StorageTimeout | None] = ContextVar("dcpx_storage_timeout", default=None)
+
+
+def current_timeout() -> StorageTimeout:
+    """Returns the bound of the operation that runs here; without one, that of a load's default."""
+    return _timeout.get() or StorageTimeout(ReadOptions.load_timeout_s, "load_timeout_s")
+
+
+@contextmanager
+def wait_at_most(timeout: StorageTimeout) -> Iterator[None]:
+    """Bounds the calls of the block on this thread. The innermost bound counts.
+
+    A thread begins without one: who starts it hands `current_timeout()` over.
+    """
+    token = _timeout.set(timeout)
+    try:
+        yield
+    finally:
+        _timeout.reset(token)
+
+
+class Answer(Generic[R]):
+    """What a call returns or raises, handed over once: to who waits, or to nobody. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._has_come = threading.Lock()
+        self._has_come.acquire()
+        self._takers = [None]  # pop() decides whether it was in time
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def give(self, result: R | None, error: BaseException | None = None) -> bool:
+        """Hands over what the call has brought. Returns False: nobody waits any more."""
+        self._result, self._error = result, error
+        try:
+            self._takers.pop()
+        except IndexError:
+            self._result = self._error = None
+            return False
+        self._has_come.release()
+        return True
+
+    def leave(self) -> bool:
+        """Says that nobody waits any more. Returns False: it has come."""
+        try:
+            self._takers.pop()
+        except IndexError:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Returns whether it comes within so many seconds. Signals are handled meanwhile."""
+        return self._has_come.acquire(timeout=max(seconds, 0.0))
+
+    def taken(self) -> R:
+        """Returns or raises it. REQUIRES: it has come."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        result: R = self._result
+        return result
+
+
+class _Worker:
+    """A thread that makes one call at a time."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        thread = threading.Thread(target=self._run, name=ANSWER_THREAD, daemon=True)
+        thread.start()
+
+    def _run(self) -> None:
+        _here.is_worker = True
+        while True:
+            self.calls.get()()
+            _idle.append(self)
+
+
+_here = threading.local()
+_idle: list[_Worker] = []
+
+
+def _after_fork() -> None:
+    """A child has none of the threads."""
+    _idle.clear()
+    _here.is_worker = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _worker() -> _Worker:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Worker()
+
+
+def answered(
+    call: Callable[[], R], what: str, path: str, discard: Callable[[R], object] | None = None
+) -> R:
+    """Returns what `call` returns, or raises what it raises, if it does within the bound.
+
+    Args:
+        call: runs on another thread, which sees no context of this one.
+        what: verb and object, for messages, such as "open '/ckpt/.metadata'".
+        path: of the file or object.
+        discard: is called, on that thread, with a result that comes too late, such as a descriptor
+            that is to be closed. Default None: it is only dropped.
+
+    Raises:
+        StorageError: ETIMEDOUT, no answer within the bound of this operation.
+    """
+    if getattr(_here, "is_worker", False):
+        return call()  # another thread waits for this one
+    timeout = current_timeout()
+    began = time.monotonic()
+    answer: Answer[R] = Answer()
+    try:
+        try:
+            worker = _worker()
+        except RuntimeError:  # no thread is left, or the interpreter ends
+            return call()
+        worker.calls.put(lambda: _make(call, answer, what, discard))
+        has_come = answer.wait(timeout.wait_s) or not answer.leave()
+    except BaseException:
+        if not answer.leave() and discard is not None:
+            discard(answer.taken())
+        raise
+    if has_come:
+        timeout.note_answer()
+        return answer.taken()
+    waited_s = time.monotonic() - began
+    timeout.log_left(what, waited_s)
+    raise timeout.error(what, path, waited_s)
+
+
+def _make(
+    call: Callable[[], R], answer: Answer[R], what: str, discard: Callable[[R], object] | None
+) -> None:
+    """Makes a call, on a worker."""
+    result: R | None = None
+    failure: BaseException | None = None
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - who waits raises it
+        failure = error
+    if answer.give(result, failure):
+        return
+    try:
+        if failure is None and discard is not None:
+            discard(result)  # type: ignore[arg-type]
+    except Exception as error:  # noqa: BLE001 - nobody waits for it
+        logger.warning("%s: discard a late answer: %r", what, error)
