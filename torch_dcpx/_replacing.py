@@ -107,4 +107,4 @@ def _renameat2(old: Path, new: Path, flags: int) -> None:
     while call is None or call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) != 0:
         number = errno.ENOSYS if call is None else ctypes.get_errno()
         if number != errno.EINTR:
-            raise OSError(number, os.strerror(number), str(old))
+            raise OSError(number, os.strerror(number), str(old), None, str(new))

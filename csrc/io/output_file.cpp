@@ -15,27 +15,34 @@ namespace {
 // Linux moves at most 0x7ffff000 bytes a call; a smaller bound keeps a cancelled save responsive.
 constexpr std::uint64_t kMaxWriteBytes = 64ull << 20;
 
-// The way out of an error that room may cure is a number. Not only ENOSPC is one: a limit of the
-// process or the file system is EFBIG, and late allocation may fail as EIO.
-bool may_lack_room(int sys_errno) {
-  return sys_errno == ENOSPC || sys_errno == EDQUOT || sys_errno == EFBIG || sys_errno == EIO;
-}
-
+// What may be said about room, "" where it cures nothing. Not of EIO: where a thin volume has no
+// more, or a server fails, what is free here says nothing. The same as in storage/room.py.
 // `beside` is anything in the file system; `nbytes` is negative where nobody knows; `held_bytes` of
 // them are reserved already and count as room.
+std::string room_text(int sys_errno, const std::string& beside, std::int64_t nbytes,
+                      std::uint64_t held_bytes) {
+  if (sys_errno == EDQUOT)
+    return "a quota of the user, the group, the project or the directory is used up";
+  struct statvfs fs{};
+  if ((sys_errno != ENOSPC && sys_errno != EFBIG) || ::statvfs(beside.c_str(), &fs) != 0) return "";
+  const std::uint64_t free_bytes =
+      held_bytes + static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize;
+  const bool is_elsewhere =
+      sys_errno == ENOSPC && nbytes >= 0 && static_cast<std::uint64_t>(nbytes) <= free_bytes;
+  return "free " + std::to_string(free_bytes) + " B" +
+         (is_elsewhere ? ", so full is a quota, the inodes, or what lies beneath the file system"
+                       : "");
+}
+
 Error write_error(const char* verb, const std::string& path, int sys_errno,
                   const std::string& beside, std::int64_t offset, std::int64_t nbytes,
                   std::uint64_t held_bytes = 0) {
   const Error error = storage_error(verb, path, sys_errno, offset, nbytes);
-  struct statvfs fs{};
-  if (!may_lack_room(sys_errno) || ::statvfs(beside.c_str(), &fs) != 0) return error;
-  const std::uint64_t free_bytes =
-      held_bytes + static_cast<std::uint64_t>(fs.f_bavail) * fs.f_frsize;
-  Error with_room(ErrorCode::kStorage,
-                  std::string(error.what()) + " (" +
-                      (nbytes < 0 ? "" : "needed " + std::to_string(nbytes) + " B, ") + "free " +
-                      std::to_string(free_bytes) +
-                      " B; saving over a checkpoint needs room for both)");
+  const std::string room = room_text(sys_errno, beside, nbytes, held_bytes);
+  if (room.empty()) return error;
+  const std::string needed = nbytes < 0 ? "" : "needed " + std::to_string(nbytes) + " B, ";
+  Error with_room(ErrorCode::kStorage, std::string(error.what()) + " (" + needed + room +
+                                           "; saving over a checkpoint needs room for both)");
   with_room.sys_errno = error.sys_errno;
   with_room.path = error.path;
   with_room.offset = error.offset;

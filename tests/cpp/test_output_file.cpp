@@ -47,6 +47,24 @@ TEST(preallocation_without_room_names_the_whole_range) {
   }
 }
 
+TEST(what_is_said_of_room_is_what_room_would_cure) {
+  const ScratchDir dir;
+  OutputFile file = OutputFile::create(dir.fd(), dir.path(), {"f"}, false);
+  const auto text_of = [&](int sys_errno) -> std::string {
+    const FailingCall failing(0, sys_errno);
+    try {
+      file.sync();
+    } catch (const dcpx::Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  CHECK(text_of(EDQUOT).find("(needed 0 B, a quota of") != std::string::npos);
+  CHECK(text_of(EDQUOT).find("free") == std::string::npos);
+  CHECK(text_of(EIO).find("free") == std::string::npos);
+  CHECK(text_of(ENOSPC).find(" B, so full is a quota") != std::string::npos);  // this disk has room
+}
+
 TEST(write_back_that_is_refused_is_done_without_and_one_that_fails_is_an_error) {
   const ScratchDir dir;
   OutputFile file = OutputFile::create(dir.fd(), dir.path(), {"f"}, false);

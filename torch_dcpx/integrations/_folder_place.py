@@ -19,7 +19,7 @@ from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedErro
 from torch_dcpx.integrations._folder_contents import Replacement, is_directory, like
 from torch_dcpx.integrations._folder_record import Record, read_record, write_record
 from torch_dcpx.manager.removal import suppress_and_log
-from torch_dcpx.storage.directory import make_directory, storage_errors
+from torch_dcpx.storage.directory import make_directory, rename_path, storage_errors
 from torch_dcpx.storage.names import LOCK_NAME, SAVING_PREFIX, TRASH_PREFIX
 from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.running_save import RunningSave, driven
@@ -161,6 +161,6 @@ def _end(left: Path, folder: Path) -> None:
 def _remove_new(path: Path) -> None:
     """Removes a folder that was never published, under a name that says so to the next save."""
     trash = path.with_name(f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}")
-    with storage_errors("remove", path):
-        path.rename(trash)
+    rename_path(path, trash)
+    with storage_errors("remove", trash):
         shutil.rmtree(trash)

@@ -51,7 +51,7 @@ from torch_dcpx.manager.stored import examine
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.call_id import CallId
 from torch_dcpx.ranks.members import exchange_for, told_to_next
-from torch_dcpx.storage.directory import fsync_path, storage_errors
+from torch_dcpx.storage.directory import fsync_path, rename_path, storage_errors
 from torch_dcpx.storage.reader_lock import make_readers_file
 from torch_dcpx.writer.writer import DcpxWriter
 
@@ -228,12 +228,11 @@ class FolderSaves:
             check_room(folder, target, [])
             old = Replacement(folder, target, record, is_durable=self._is_durable)
             old.carry()
-            with storage_errors("rename", target):
+            with storage_errors(f"exchange '{folder}' with", target):
                 old.exchange()
             old.settle()
         else:
-            with storage_errors("rename", target):
-                target.rename(folder)
+            rename_path(target, folder)
             if self._is_durable:
                 fsync_path(folder.parent)
         if self._place is not None:

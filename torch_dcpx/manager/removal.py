@@ -34,7 +34,7 @@ from torch_dcpx.errors import (
 )
 from torch_dcpx.manager.pointer import step_of_name
 from torch_dcpx.manager.stored import OwnDirectory, examine
-from torch_dcpx.storage.directory import Directory, fsync_path, storage_error
+from torch_dcpx.storage.directory import Directory, fsync_path, rename_path, storage_error
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -140,22 +140,15 @@ def _empty(root: DirectoryRoot, directory: PosixPlace) -> Path | None:
     if root.is_durable:
         directory.sync()  # the data are gone before the name is
     trash = root.path / f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}"
-    _rename(directory.path, trash)
+    rename_path(directory.path, trash)
     if _is_other(trash, directory):  # it had taken the directory's place, and goes back
-        _rename(trash, directory.path)
+        rename_path(trash, directory.path)
         path = str(directory.path)
         problem = f"remove '{path}': something else has taken its place meanwhile; it stays"
         raise StorageError(problem, errno=errno.ESTALE, path=path)
     if root.is_durable:
         fsync_path(root.path)
     return trash
-
-
-def _rename(path: Path, new: Path) -> None:
-    try:
-        path.rename(new)
-    except OSError as error:
-        raise storage_error("rename", path, error) from error
 
 
 def _is_other(path: Path, directory: Directory) -> bool:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 from torch_dcpx._descriptors import open_file
 from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
+from torch_dcpx.storage.room import room_text
 from torch_dcpx.storage.system_calls import (
     close_read,
     close_written,
@@ -38,24 +39,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
 _JOINED_BYTES = 64 << 10  # pieces from here on have a write of their own
 MAX_METADATA_BYTES = 1 << 32  # larger metadata is refused before it is read
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-# More room may cure these: the same as in csrc/io/output_file.cpp.
-_LACK_OF_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-
 logger = logging.getLogger("torch_dcpx")
 _warned: set[int] = set()  # devices that were named once
-
-
-def _room(path: Path, nbytes: int | None) -> str:
-    """Returns the text about the room at `path`, or above it; None for `nbytes`: unknown."""
-    needed = "" if nbytes is None else f"needed {nbytes} B, "
-    for place in (path, *path.parents):
-        try:
-            status = os.statvfs(place)
-        except OSError:
-            continue
-        free = status.f_bavail * status.f_frsize
-        return f" ({needed}free {free} B; saving over a checkpoint needs room for both)"
-    return ""
 
 
 def storage_error(
@@ -69,8 +54,7 @@ def storage_error(
 ) -> StorageError:
     """Returns the typed error of a failed system call; that of a read does not mention room."""
     range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
-    may_lack_room = not is_read and error.errno in _LACK_OF_ROOM
-    room = _room(Path(path), nbytes) if may_lack_room else ""
+    room = "" if is_read else room_text(Path(path), nbytes, error.errno)
     return StorageError(
         f"{verb}{range_text} '{os.fspath(path)}': {os.strerror(error.errno or errno.EIO)}{room}",
         errno=error.errno,
@@ -115,6 +99,12 @@ def fsync_path(path: Path) -> None:
             _fsync_entries(fd, path)
         finally:
             close_read(fd, path)
+
+
+def rename_path(old: Path, new: Path) -> None:
+    """Renames, over what is there. Raises: StorageError, which names both."""
+    with storage_errors(f"rename '{old}' to", new):
+        uninterrupted(os.rename, old, new)
 
 
 def _is_directory(path: Path) -> bool:

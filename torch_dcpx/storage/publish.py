@@ -73,6 +73,7 @@ def put_from(path: Path, write: Callable[[BinaryIO], object]) -> None:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
+                os.close(os.dup(file.fileno()))  # sends it off where no fsync does
                 directory.rename(temporary, path.name)  # locked: else another might remove it
         except BaseException:
             remove_leftover(directory, temporary)

@@ -57,12 +57,14 @@ def close_written(fd: int) -> None:
 def close_read(fd: int, path: str | os.PathLike[str]) -> None:
     """Closes a descriptor through which nothing was written, so that nothing can be lost.
 
-    Logs an error, which does not concern the call that is ending.
+    Logs an error, which does not concern the call that is ending: only a descriptor that is not
+    open any more (EBADF) is anybody's mistake.
     """
     try:
         os.close(fd)
     except OSError as error:
-        logger.warning("close '%s': %s", os.fspath(path), str(error))
+        level = logging.WARNING if error.errno == errno.EBADF else logging.DEBUG
+        logger.log(level, "close '%s': %s", os.fspath(path), str(error))
 
 
 class _Opened(Protocol):
