@@ -65,29 +65,25 @@ def late_errors() -> list[DcpxError]:
     ]
 
 
-def test_types_of_mounts_are_told_by_the_device_of_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "is_shared"),
+    [("ext4", False), ("nfs4", True), ("fuse.sshfs", True), ("fuse", True), ("lustre", True)]
+    + [("fuse.fuse-overlayfs", False), ("autofs", True)],
+)
+def test_types_of_mounts_tell_which_other_nodes_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_shared: bool
 ) -> None:
-    table = tmp_path / "mountinfo"
+    table, place = tmp_path / "mountinfo", tmp_path / "place"
+    (place / "within").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(place / "within")
     monkeypatch.setattr(mounts, "_TABLE", table)
-    device = tmp_path.stat().st_dev
-    own = f"33 22 {device >> 8}:{device & 255} / /x rw -"
-    assert device < 1 << 16
-    for name, is_shared in (
-        ("ext4", False),
-        ("nfs4", True),
-        ("fuse.sshfs", True),
-        ("fuse", True),
-        ("fuse.fuse-overlayfs", False),
-        ("lustre", True),
-    ):
-        table.write_text(TABLE + f"{own} {name} source rw\n")
-        assert mounts.type_at(tmp_path) == mounts.type_at(tmp_path / "no" / "such") == name
-        assert mounts.is_shared(tmp_path) == is_shared
-    table.write_text(TABLE)
-    assert mounts.type_at(tmp_path) == ""
-    table.unlink()
+    table.write_text(TABLE + f"33 22 7:8 / {place} rw - {kind} source rw\n")
+    for path in (place, place / "within" / "no" / "such", tmp_path / "link" / "x"):
+        assert mounts.is_shared(path) == is_shared
     assert not mounts.is_shared(tmp_path)
+    assert mounts.is_shared("/home nfs/x") and mounts.is_shared("/cluster")
+    table.unlink()
+    assert not mounts.is_shared(place)
 
 
 def test_late_looks_are_repeated_until_one_sees(shared: Path, slept: list[float]) -> None:

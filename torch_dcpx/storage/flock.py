@@ -10,11 +10,30 @@ import fcntl
 import logging
 import os
 
+from torch_dcpx._descriptors import open_file
+
 logger = logging.getLogger("torch_dcpx")
 
 # EPERM: of a container's filter of system calls.
 _UNSUPPORTED = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM})
 _BUSY = frozenset({errno.EWOULDBLOCK, errno.EACCES})
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def opened(name: str | os.PathLike[str], *, dir_fd: int | None = None) -> tuple[int, bool]:
+    """Opens a lock file for reading and writing: NFS has no LOCK_EX, and some file systems in user
+    space make no file, for one that only reads. Of another user's file, it only reads.
+
+    Returns the descriptor, and whether it may write. Raises: OSError.
+    """
+    try:
+        return open_file(name, _FLAGS | os.O_RDWR | os.O_CREAT, 0o666, dir_fd=dir_fd), True
+    except PermissionError as error:
+        refusal = error  # a lock needs no more than reading
+    try:
+        return open_file(name, _FLAGS | os.O_RDONLY, dir_fd=dir_fd), False
+    except FileNotFoundError:  # and may not be made: somebody can mend that
+        raise refusal from None
 
 
 def take(fd: int, kind: int, *, is_writable: bool = True) -> OSError | None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage import flock
-from torch_dcpx.storage.directory import storage_error, storage_errors
+from torch_dcpx.storage.directory import storage_errors
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.object_url import is_url
 from torch_dcpx.storage.paths import AnyPath
@@ -39,13 +39,13 @@ def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
     """
     name = path / READERS_NAME
     with storage_errors("create", name):
-        os.close(_made(name, dir_fd))
+        fd, _ = _made(name, dir_fd)
+        os.close(fd)
 
 
-def _made(name: Path, dir_fd: int | None) -> int:
-    """Returns the lock file, open, and made if it was not there."""
-    place = name if dir_fd is None else READERS_NAME
-    return open_file(place, _FLAGS | os.O_CREAT, 0o666, dir_fd=dir_fd)
+def _made(name: Path, dir_fd: int | None) -> tuple[int, bool]:
+    """Returns the lock file, open, and made if it was not there, and whether it may write."""
+    return flock.opened(name if dir_fd is None else READERS_NAME, dir_fd=dir_fd)
 
 
 @contextmanager
@@ -116,13 +116,11 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
         StorageError: the lock file cannot be opened.
     """
     name = path / READERS_NAME
-    try:
-        fd = _made(name, dir_fd)
-    except OSError as error:
-        raise storage_error("open lock", name, error) from error
+    with storage_errors("open lock", name):
+        fd, is_writable = _made(name, dir_fd)
     try:
         try:
-            flock.take(fd, fcntl.LOCK_EX)
+            flock.take(fd, fcntl.LOCK_EX, is_writable=is_writable)
         except BlockingIOError as error:
             owner = holders_of(fd) or "unknown: on another machine, or in another container"
             raise ConcurrentSaveError(

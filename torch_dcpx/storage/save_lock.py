@@ -20,16 +20,17 @@ import os
 import socket
 import stat
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, unquote
 
 from torch_dcpx._waiting import Guard
-from torch_dcpx.errors import ConcurrentSaveError, StorageError
+from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.names import TRASH_PREFIX
-from torch_dcpx.storage.system_calls import close_read, moved, open_at
+from torch_dcpx.storage.system_calls import close_read, moved, on_stale
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
@@ -121,6 +122,16 @@ def _is_taken(fd: int) -> bool:
     return False
 
 
+def is_held_elsewhere(directory: Directory, name: str) -> bool | None:
+    """Whether the lock of the save that has noted itself last, on another machine, keeps this one
+    out; None: it is of this machine, or nobody can tell. REQUIRES: that save goes on meanwhile.
+    """
+    with suppress(StorageError, CorruptionError), directory.open_regular(name) as file:
+        lines = _lines(file.part(0, min(file.nbytes, _MAX_RECORD_BYTES)))
+        return _is_taken(file.fd) if _elsewhere(lines[:1]) else None
+    return None
+
+
 def saves_elsewhere(directory: Directory, name: str) -> list[str]:
     """Returns a line for each save of another machine that took the lock and did not end.
 
@@ -197,19 +208,8 @@ class SaveLock:
 
     def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
         """Returns a descriptor, and whether it can be written: another user may own the file."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            return open_at(directory, name, flags | os.O_RDWR | os.O_CREAT, 0o666), True
-        except PermissionError as error:
-            refusal = error  # a lock needs no more than reading
-        except OSError as error:
-            raise storage_error("open lock", self.path, error) from error
-        try:
-            return open_at(directory, name, flags | os.O_RDONLY), False
-        except FileNotFoundError:  # and may not be made: somebody can mend that
-            raise storage_error("open lock", self.path, refusal) from refusal
-        except OSError as error:
-            raise storage_error("open lock", self.path, error) from error
+        with storage_errors("open lock", self.path):
+            return on_stale(directory, lambda: flock.opened(name, dir_fd=directory.fd))
 
     def _check_file(self) -> _Key:
         """Returns the file's key in the table. A record goes to a file of this directory only."""

@@ -1,0 +1,51 @@
+"""Says once where the lock of a save ends at its own node, so that others do not notice it.
+
+Known is that of some types of file systems and mount options. What a program in user space makes of
+flock no call tells: there a rank of another node tries the lock that its coordinator holds.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from torch_dcpx.storage import mounts
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.save_lock import is_held_elsewhere
+
+logger = logging.getLogger("torch_dcpx")
+
+_known: set[str] = set()  # mounts that were warned of, or where a lock was seen from another node
+
+
+def warn_of_one_node(path: Path) -> None:
+    """Warns, once a mount, where its type or options say that its locks end at this node."""
+    mount = mounts.shared_mount(str(path)) if mounts.HAS_SHARED else None
+    why = "" if mount is None else mounts.locks_of_one_node(mount)
+    if mount is not None and why and mount.where not in _known:
+        _warn(path, mount, why)
+
+
+def check_reach(directory: Directory, name: str) -> None:
+    """Warns, once a mount, where the lock `name` that the coordinator of this save holds on another
+    machine does not keep this one out. REQUIRES: it holds the lock until this rank has answered.
+    """
+    mount = mounts.shared_mount(str(directory.path)) if mounts.HAS_SHARED else None
+    if mount is None or mount.where in _known:
+        return
+    is_held = is_held_elsewhere(directory, name)
+    if is_held:
+        _known.add(mount.where)
+    elif is_held is False:
+        _warn(directory.path, mount, f"{mount.kind}: the coordinator's lock is free here")
+
+
+def _warn(path: Path, mount: mounts.Mount, why: str) -> None:
+    _known.add(mount.where)
+    logger.warning(
+        "'%s': locks on '%s' end at each node (%s): a save of another node at the same time would "
+        "not be noticed, and no removal waits for its loads; save there from one job at a time",
+        path,
+        mount.where,
+        why,
+    )
