@@ -17,7 +17,7 @@ from support.machine import seconds
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, DcpxReader, ReadOptions
+from torch_dcpx import CheckpointManager, DcpxReader, NotCommittedError, ReadOptions, StorageError
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.system_calls import on_stale
 
@@ -149,3 +149,21 @@ def test_directory_that_was_replaced_meanwhile_gets_no_file(tmp_path: Path) -> N
         with pytest.raises(OSError, match="stale"):
             on_stale(directory, call)
         assert len(set(calls)) == 1 and len(calls) == 2
+
+
+def test_save_removes_nothing_where_the_metadata_may_be_out_of_sight(two_clients: Clients) -> None:
+    client, _ = two_clients
+    path = client.path / "same"
+    save(1, path)
+    client.forget()
+    client.take_down("same/.metadata")  # a listing leaves it out, without an error
+    with pytest.raises(NotCommittedError, match="a part of the file system does not answer"):
+        load(path)
+    client.fail("write", errno.ENOSPC, "same/__*")
+    with pytest.raises(StorageError, match="No space left"):
+        save(2, path)
+    client.clear()
+    assert load(path) == 1
+    save(3, path)
+    assert load(path) == 3
+    assert len(list(path.glob("__*"))) == 1  # what was left went with the commit

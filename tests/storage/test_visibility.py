@@ -67,8 +67,8 @@ def late_errors() -> list[DcpxError]:
 
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
-    [("ext4", False), ("nfs4", True), ("fuse.sshfs", True), ("fuse", True), ("lustre", True)]
-    + [("fuse.fuse-overlayfs", False), ("autofs", True)],
+    [("ext4", False), ("fuse.fuse-overlayfs", False)]
+    + [(kind, True) for kind in ("nfs4", "fuse.sshfs", "fuse", "lustre", "autofs")],
 )
 def test_types_of_mounts_tell_which_other_nodes_mount(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_shared: bool

@@ -20,6 +20,7 @@ from torch_dcpx.errors import (
     UnsafePickleError,
 )
 from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -106,6 +107,8 @@ def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> 
     if files:
         late = "" if isinstance(path, Path) else ", or of one under way"
         left = f"{counted(files, 'data file')} of an unfinished save{late}"
+        if isinstance(path, Path) and is_shared(path):
+            left += "; or a part of the file system does not answer, whose files are then left out"
         return (
             f"{text}, but {left}; if it had ended well, {command('repair', path)} makes "
             f"'{METADATA_NAME}' anew"

@@ -104,20 +104,8 @@ def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
 
 # FUSE programs that leave flock to the kernel of their node.
 _LOCAL_LOCKS = frozenset(
-    f"fuse.{name}"
-    for name in [
-        "sshfs",
-        "rclone",
-        "s3fs",
-        "goofys",
-        "geesefs",
-        "gcsfuse",
-        "mountpoint-s3",
-        "blobfuse",
-        "blobfuse2",
-        "curlftpfs",
-        "davfs",
-    ]
+    {"fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.gcsfuse"}
+    | {"fuse.mountpoint-s3", "fuse.blobfuse", "fuse.blobfuse2", "fuse.curlftpfs", "fuse.davfs"}
 )
 _LOCAL_LOCK_OPTIONS = frozenset(
     {"local_lock=all", "local_lock=flock", "localflock", "localflocks", "nolock", "nobrl"}
