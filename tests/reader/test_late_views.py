@@ -157,8 +157,9 @@ def test_save_removes_nothing_where_the_metadata_may_be_out_of_sight(two_clients
     save(1, path)
     client.forget()
     client.take_down("same/.metadata")  # a listing leaves it out, without an error
+    options = ReadOptions(visible_s=0.5)
     with pytest.raises(NotCommittedError, match="a part of the file system does not answer"):
-        load(path)
+        dcpx.load(state(-1), path, options=options, no_dist=True)
     client.fail("write", errno.ENOSPC, "same/__*")
     with pytest.raises(StorageError, match="No space left"):
         save(2, path)
