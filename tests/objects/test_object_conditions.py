@@ -199,6 +199,22 @@ def test_lost_answer_to_the_probe_finds_the_same(
     assert objects_at(object_server, object_prefix) == {}
 
 
+@pytest.mark.parametrize(
+    ("kind", "skip"), [("put_object", 0), ("put_object", 1), ("put_object", 3), ("head_object", 0)]
+)
+def test_refused_probe_leaves_nothing(
+    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, kind: str, skip: int
+) -> None:
+    object_proxy.fail(kind, "403", times=None, key=".dcpx.probe.", skip=skip)
+    with retries(0):
+        bucket, key = _bucket(object_prefix)
+        with pytest.raises(StorageError, match=f"{object_prefix}/.dcpx.probe."):
+            bucket.check_conditional(key)
+    assert objects_at(object_server, object_prefix) == {}
+    is_first = kind == "put_object" and not skip
+    assert object_proxy.count("delete_many") == (not is_first)  # else there is nothing
+
+
 @pytest.mark.parametrize("before", ["old", "none"])
 def test_condition_that_is_refused_while_nothing_has_changed_is_a_refusal(
     object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, before: str

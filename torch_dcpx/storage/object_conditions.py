@@ -58,19 +58,21 @@ class Conditions:
         return not self.has_quotes
 
     def _asked(self, key: str) -> str:
+        may_be_there = True
         try:
-            problem = self._tried(key)
-        except StorageError as error:
-            if error.errno not in REFUSED:  # else there is no object
+            try:
+                is_put = self._is_put(key, _FIRST, "create")
+            except StorageError as error:
+                may_be_there = error.errno not in REFUSED
+                raise
+            return self._tried(key, is_put=is_put)
+        finally:
+            if may_be_there:
                 self._bucket.remove_probe(key)
-            raise
-        self._bucket.remove_probe(key)
-        return problem
 
-    def _tried(self, key: str) -> str:
-        """Returns the problem, or ""."""
-        # A try whose answer was lost may have put it.
-        if not self._is_put(key, _FIRST, "create") and self._tag(key) is None:
+    def _tried(self, key: str, *, is_put: bool) -> str:
+        """Returns the problem, or "", of a store that has put an object, or refused to."""
+        if not is_put and self._tag(key) is None:  # else by a try whose answer was lost
             return "refuses If-None-Match where nothing is, so nothing could be committed"
         if self._is_put(key, _SECOND, "create"):
             return "ignores If-None-Match, so two saves at a time could mix"
