@@ -7,8 +7,8 @@ takes no signal. So the call runs on a thread of ours, and the caller waits for 
 2. Beneath it `answered` runs one call. Its caller can be interrupted at any time, by Ctrl-C too.
 3. At the bound it raises StorageError (ETIMEDOUT). The thread is left behind, one log line an
    operation says so, and what the call returns later is discarded.
-4. From then on each call of the operation waits for `_LAST_S` only: what tidies up after the error
-   is not to wait as long again. The next answer ends that.
+4. From then on each call of the operation waits for `_LAST_S` at most: what tidies up after the
+   error is not to wait as long again. The next answer ends that.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ logger = logging.getLogger("torch_dcpx")
 R = TypeVar("R")
 
 _LAST_S = 2.0
+_LOOK_S = 0.1
 _MOST_MARGIN_S = 10.0  # in which other ranks learn of the error, before they miss this rank
 
 
@@ -47,27 +48,32 @@ class StorageTimeout:
             option: the name of the user's option that says so, for messages.
         """
         self.timeout_s, self.option = timeout_s, option
-        self._silence_s = timeout_s - min(timeout_s / 4, _MOST_MARGIN_S)
-        self._has_given_up = False
+        self._margin_s = min(timeout_s / 4, _MOST_MARGIN_S)
+        self._silent_since: float | None = None
         self._is_logged = False
 
     @property
     def wait_s(self) -> float:
         """Seconds that the next call waits without any progress."""
-        wait_s = min(self._silence_s, threading.TIMEOUT_MAX)
-        return min(_LAST_S, wait_s) if self._has_given_up else wait_s
+        if self._silent_since is not None:
+            return min(_LAST_S, self._margin_s / 4)
+        return min(self.timeout_s - self._margin_s, threading.TIMEOUT_MAX)
 
     def note_answer(self) -> None:
         """Notes that the storage answers."""
-        self._has_given_up = False
+        self._silent_since = None
 
     def error(self, what: str, path: str, waited_s: float) -> StorageError:
         """Returns the error of a call without an answer, and notes that there was none.
 
         Args:
             what: verb and object, such as "open '/ckpt/.metadata'".
+            waited_s: for this call; the text counts from the first one without an answer.
         """
-        self._has_given_up = True
+        now = time.monotonic()
+        if self._silent_since is None:
+            self._silent_since = now - waited_s
+        waited_s = now - self._silent_since
         return StorageError(
             f"{what}: no answer for {waited_s:.0f} s; {self.option}={self.timeout_s:g} bounds the "
             "wait",
@@ -200,6 +206,26 @@ def answered(
     Raises:
         StorageError: ETIMEDOUT, no answer within the bound of this operation.
     """
+    return _answered(call, what, path, discard, None)
+
+
+def moving(call: Callable[[], R], what: str, path: str, moved: Callable[[], object]) -> R:
+    """As `answered`, of a call that lasts as long as there is something to move.
+
+    Args:
+        moved: is called ten times a second on this thread; the bound is on how long it returns the
+            same. What it raises ends the wait.
+    """
+    return _answered(call, what, path, None, moved)
+
+
+def _answered(
+    call: Callable[[], R],
+    what: str,
+    path: str,
+    discard: Callable[[R], object] | None,
+    moved: Callable[[], object] | None,
+) -> R:
     if getattr(_here, "is_worker", False):
         return call()  # another thread waits for this one
     timeout = current_timeout()
@@ -211,7 +237,10 @@ def answered(
         except RuntimeError:  # no thread is left, or the interpreter ends
             return call()
         worker.calls.put(lambda: _make(call, answer, what, discard))
-        has_come = answer.wait(timeout.wait_s) or not answer.leave()
+        if moved is None:
+            has_come = answer.wait(timeout.wait_s) or not answer.leave()
+        else:
+            has_come = _comes(answer, timeout, moved) or not answer.leave()
     except BaseException:
         if not answer.leave() and discard is not None:
             discard(answer.taken())
@@ -219,9 +248,23 @@ def answered(
     if has_come:
         timeout.note_answer()
         return answer.taken()
-    waited_s = time.monotonic() - began
+    waited_s = time.monotonic() - began if moved is None else timeout.wait_s
     timeout.log_left(what, waited_s)
     raise timeout.error(what, path, waited_s)
+
+
+def _comes(answer: Answer[R], timeout: StorageTimeout, moved: Callable[[], object]) -> bool:
+    """Returns whether an answer comes before nothing has moved for as long as the bound."""
+    state, since = moved(), time.monotonic()
+    while not answer.wait(_LOOK_S):
+        last, state = state, moved()
+        now = time.monotonic()
+        if state != last:
+            since = now
+            timeout.note_answer()
+        elif now - since >= timeout.wait_s:
+            return False
+    return True
 
 
 def _make(

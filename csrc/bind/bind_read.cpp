@@ -116,15 +116,15 @@ void bind_read(py::module_& m) {
   py::class_<ReadJob>(m, "ReadJob")
       .def(py::init([](int dir_fd, std::string dir_path, unsigned workers, std::uint64_t slot_bytes,
                        bool use_direct, bool verify, std::uint32_t max_open_files,
-                       unsigned max_slots) {
+                       unsigned max_slots, bool may_be_left) {
              return std::make_unique<ReadJob>(
                  dir_fd, std::move(dir_path),
                  engine::ReadOptions{workers, slot_bytes, use_direct, verify, max_open_files,
-                                     max_slots});
+                                     max_slots, may_be_left});
            }),
            py::kw_only(), py::arg("dir_fd"), py::arg("dir_path"), py::arg("workers"),
            py::arg("slot_bytes"), py::arg("use_direct"), py::arg("verify"),
-           py::arg("max_open_files"), py::arg("max_slots") = 0)
+           py::arg("max_open_files"), py::arg("max_slots") = 0, py::arg("may_be_left") = false)
       .def(py::init([](const py::object& objects, std::string dir_path, unsigned workers,
                        std::uint64_t slot_bytes, bool verify, unsigned max_slots) {
              return std::make_unique<ReadJob>(
@@ -168,6 +168,8 @@ void bind_read(py::module_& m) {
             job.read(regions, signal_poll(), after);
           },
           py::arg("rows"), py::arg("after") = py::none())
+      .def("leave", &ReadJob::leave, py::call_guard<ReleasedGil>())
+      .def_property_readonly("moved", &ReadJob::moved)
       .def("close", &ReadJob::close, py::call_guard<ReleasedGil>())
       .def("touched", &ReadJob::touched)
       .def(

@@ -82,9 +82,10 @@ struct Pieces {
   }
 };
 
+// `owners` of the memory that rows point to live as long as the call, wherever its caller is.
 py::tuple write(WriteJob& job, const py::list& rows, const py::list& types, bool is_final,
                 const py::object& progress, const device::SourceEvents* after,
-                const std::vector<std::size_t>& temporary) {
+                const std::vector<std::size_t>& temporary, const py::object& /*owners*/) {
   WriteRows decoded;
   decode_write_rows(rows, types, decoded);
   std::vector<engine::WriteItem>& items = decoded.items;
@@ -137,7 +138,7 @@ void bind_write(py::module_& m) {
           py::arg("names"), py::arg("file_id"), py::arg("rank"), py::arg("save_id") = py::bytes())
       .def("write", &write, py::arg("rows"), py::arg("types"), py::arg("is_final"),
            py::arg("progress") = py::none(), py::arg("after") = py::none(),
-           py::arg("temporary") = std::vector<std::size_t>())
+           py::arg("temporary") = std::vector<std::size_t>(), py::arg("owners") = py::none())
       .def(
           "pieces",
           [](const WriteJob& job, std::uint32_t file) {

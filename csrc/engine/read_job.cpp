@@ -133,7 +133,7 @@ std::vector<LocatedItem> ReadJob::locate(const std::vector<StoredFileSpec>& file
           if (!file.is_kept_open) file.stored.close();
         }
       },
-      poll);
+      leaving_.poll_with(poll, folder_.path));
   return located;
 }
 
@@ -185,7 +185,7 @@ void ReadJob::read(const std::vector<ReadRegion>& regions, const PollFunction& p
           }
           work(pass, worker, stop);
         },
-        poll);
+        leaving_.poll_with(poll, folder_.path));
   } catch (...) {  // files whose last cell never came
     for (const auto& file : files_) release(*file);
     throw;
@@ -293,7 +293,7 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
     fetched = input.fetch(begin, end - begin);
   }
   layout.lay_out(pass.plan, pass.regions, worker.reads.parts, extent, begin, end,
-                 is_direct || is_fetched,
+                 is_direct || is_fetched || leaving_.is_possible(),
                  is_fetched ? const_cast<std::byte*>(fetched.data) : turn.slot + (begin - base));
   const std::string* fqn = nullptr;  // of the first region on a device
   const auto touch = [&] {
@@ -321,6 +321,8 @@ void ReadJob::read_extent(const Pass& pass, const CellRange& cell, const Extent&
     verified_bytes_.fetch_add(checked_end - begin, std::memory_order_relaxed);
   }
   const Stopwatch watch(spans_, SpanKind::kCopy, end - begin);
+  const auto staying = leaving_.stay();
+  if (leaving_.has_left()) return;
   touch();
   if (turn.fqn == nullptr) turn.fqn = fqn;
   with_name(turn.fqn, [&] { layout.copy_out(turn.streams); });

@@ -24,6 +24,7 @@
 #include "device/source_events.h"
 #include "engine/extent_pieces.h"
 #include "engine/job_slots.h"
+#include "engine/leaving.h"
 #include "engine/read_plan.h"
 #include "engine/stored_file.h"
 
@@ -40,6 +41,9 @@ struct ReadOptions {
   // Bound on slots of all workers, each of which has two where a region is on a device, and on the
   // kernel's tables as if they were slots; 0: none.
   unsigned max_slots = 0;
+  // Whether leave() may be called: all goes through slots, since a system call that returns when
+  // the caller has left must not write to where the bytes belong.
+  bool may_be_left = false;
 };
 
 struct ReadReport {
@@ -78,6 +82,16 @@ class ReadJob {  // Not thread-safe.
   void read(const std::vector<ReadRegion>& regions, const PollFunction& poll,
             const device::SourceEvents* after = nullptr);
 
+  // Ends a locate() or read() under way on another thread as soon as its system calls return, by
+  // Error(kStorage), ECANCELED. When this has returned, host memory gets no byte of it any more.
+  // Thread-safe. Blocks while bytes are copied. REQUIRES: may_be_left.
+  void leave() { leaving_.leave(); }
+  // Grows as files are opened, read and checked. Thread-safe.
+  std::uint64_t moved() const noexcept {
+    return read_bytes_.load() + spans_.total_ns(SpanKind::kLocate) +
+           spans_.total_ns(SpanKind::kVerify);
+  }
+
   // Closes what is open, the directory included. Only the reports may be asked for afterwards.
   void close() noexcept;
 
@@ -107,6 +121,7 @@ class ReadJob {  // Not thread-safe.
 
   InputFolder folder_;
   ReadOptions options_;
+  Leaving leaving_{options_.may_be_left};
   std::vector<std::unique_ptr<OpenFile>> files_;
   std::unique_ptr<std::atomic<bool>[]> touched_;
   std::size_t touched_count_ = 0;

@@ -356,7 +356,7 @@ def test_directory_that_cannot_be_made_is_a_storage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     path = tmp_path / "a" / "b"
-    mkdir = Path.mkdir
+    mkdir = os.mkdir
     for failing in (tmp_path / "a", path):
 
         def fail(made: Path, *args: Any, failing: Path = failing, **kwargs: Any) -> None:
@@ -365,7 +365,7 @@ def test_directory_that_cannot_be_made_is_a_storage_error(
             mkdir(made, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "mkdir", fail)
+            patch.setattr(os, "mkdir", fail)
             error = try_save(1, path)
         assert_typed(error, code, failing)
         assert error.path == str(failing)

@@ -19,9 +19,9 @@ PYTHON_ROOMS = {"dcp", "bind"}
 
 # The ground of torch_dcpx: the modules of the folder itself, which import no room.
 GROUND = {
-    "__init__", "_answers", "_arguments", "_compat", "_descriptors", "_environment", "_gc",
-    "_globs", "_hooks", "_integers", "_json", "_keywords", "_last_jobs", "_native", "_plan_classes",
-    "_replacing", "_text", "_trace_files",
+    "__init__", "_answered_os", "_answers", "_arguments", "_compat", "_descriptors",
+    "_environment", "_gc", "_globs", "_hooks", "_integers", "_json", "_keywords", "_last_jobs",
+    "_mounts", "_native", "_plan_classes", "_replacing", "_text", "_trace_files",
     "_version", "_waiting", "errors", "events", "options", "reports", "timelines",
 }  # fmt: skip
 

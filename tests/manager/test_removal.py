@@ -118,7 +118,7 @@ def test_two_removals_of_one_directory_at_once_are_one(
 ) -> None:
     first, second = manager_of(tmp_path), manager_of(tmp_path)
     save_steps(first, 1, 2)
-    remove, rmdir = removal._remove_trash, Path.rmdir
+    remove, rmdir = removal._remove_trash, os.rmdir
     depth: list[str] = []
 
     def with_another(path: Path) -> None:
@@ -136,7 +136,7 @@ def test_two_removals_of_one_directory_at_once_are_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(removal, "_remove_trash", with_another)
-        patch.setattr(Path, "rmdir", late)
+        patch.setattr(os, "rmdir", late)
         first.delete(1)
     assert depth == ["outer", "rmdir"]
     assert on_disk(tmp_path) == {"step-2"}

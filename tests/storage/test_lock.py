@@ -332,7 +332,7 @@ def test_lock_file_of_another_user_is_locked_and_not_written(
             raise PermissionError(13, "Permission denied")
         return real(name, flags, *args, **kwargs)
 
-    monkeypatch.setattr(lock.os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     held = save_lock(directory)
     assert (held.is_held, held.left_by) == (True, "another machine")
     assert type(in_thread(lambda: save_lock(directory))) is ConcurrentSaveError

@@ -76,7 +76,7 @@ def test_lock_file_that_may_not_be_made_is_no_missing_file(
         return real(path, flags, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lock.os, "open", refuse)
+        patch.setattr(os, "open", refuse)
         with pytest.raises(StorageError) as caught:
             taken(directory)
     assert (caught.value.errno, caught.value.path) == (errno.EACCES, str(directory.path / NAME))

@@ -15,10 +15,11 @@ import torch
 
 import torch_dcpx
 from torch_dcpx import CheckpointManager
-from torch_dcpx.storage import lock_reach, mounts
+from torch_dcpx import _mounts as mounts
+from torch_dcpx._mounts import Mount, shared_mount
+from torch_dcpx.storage import lock_reach
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.lock_reach import check_reach
-from torch_dcpx.storage.mounts import Mount, locks_of_one_node, shared_mount
+from torch_dcpx.storage.lock_reach import check_reach, locks_of_one_node
 from torch_dcpx.storage.names import LOCK_NAME, READERS_NAME
 from torch_dcpx.storage.save_lock import boot_id
 

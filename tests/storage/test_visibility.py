@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_dcpx import CorruptionError, NotCommittedError, ShortReadError, StorageError
+from torch_dcpx import CorruptionError, NotCommittedError, ShortReadError, StorageError, _mounts
 from torch_dcpx.errors import DcpxError, UnsafePickleError
-from torch_dcpx.storage import mounts, visibility
+from torch_dcpx.storage import visibility
 from torch_dcpx.storage.visibility import (
     is_of_another_save,
     look_until_seen,
@@ -76,14 +76,14 @@ def test_types_of_mounts_tell_which_other_nodes_mount(
     table, place = tmp_path / "mountinfo", tmp_path / "place"
     (place / "within").mkdir(parents=True)
     (tmp_path / "link").symlink_to(place / "within")
-    monkeypatch.setattr(mounts, "_TABLE", table)
+    monkeypatch.setattr(_mounts, "_TABLE", table)
     table.write_text(TABLE + f"33 22 7:8 / {place} rw - {kind} source rw\n")
     for path in (place, place / "within" / "no" / "such", tmp_path / "link" / "x"):
-        assert mounts.is_shared(path) == is_shared
-    assert not mounts.is_shared(tmp_path)
-    assert mounts.is_shared("/home nfs/x") and mounts.is_shared("/cluster")
+        assert _mounts.is_shared(path) == is_shared
+    assert not _mounts.is_shared(tmp_path)
+    assert _mounts.is_shared("/home nfs/x") and _mounts.is_shared("/cluster")
     table.unlink()
-    assert not mounts.is_shared(place)
+    assert not _mounts.is_shared(place)
 
 
 def test_late_looks_are_repeated_until_one_sees(shared: Path, slept: list[float]) -> None:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_dcpx._answered_os import os
 from torch_dcpx.errors import DcpxError, PlanError, StorageError
 from torch_dcpx.ranks.exchange import Exchange, host_name
 from torch_dcpx.storage.directory import Directory
@@ -189,7 +189,7 @@ class SameDirectory:
         for path in (directory, *directory.parents):
             try:
                 if _identity(path) in made:
-                    path.rmdir()
+                    os.rmdir(path)
             except OSError as error:
                 if error.errno not in _NOT_EMPTY:
                     logger.warning("'%s', made by a refused save, stays: %s", path, str(error))
@@ -251,7 +251,7 @@ def _remove_lock(path: Path, *, is_made: bool) -> None:
 def _identity(path: Path) -> _Made | None:
     """Returns what identifies a directory on all ranks; None if it is gone."""
     try:
-        return path.name, path.stat().st_ino
+        return path.name, os.stat(path).st_ino
     except OSError:
         return None
 

@@ -12,13 +12,13 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
+from torch_dcpx._mounts import is_shared
 from torch_dcpx.checkpoint.same_directory import Spread
 from torch_dcpx.checkpoint.save_plan import SaveAnswer
 from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.metadata.brief import brief_of
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.ranks.exchange import Exchange
-from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import open_place

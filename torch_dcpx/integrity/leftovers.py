@@ -10,10 +10,10 @@ A store has no locks that would show a save under way: there only what is older 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from torch_dcpx._answered_os import os
 from torch_dcpx.errors import CorruptionError, UnsupportedError, must_be
 from torch_dcpx.integrity.compare import look_at_file
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint

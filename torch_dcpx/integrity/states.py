@@ -24,6 +24,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._json import parsed_json
 from torch_dcpx._text import age_text, counted
 from torch_dcpx.errors import CorruptionError, DcpxError, NotCommittedError, StorageError
@@ -334,7 +335,7 @@ def _unreadable(path: Location, error: StorageError) -> State:
     """Returns the state of what cannot be opened: a note, unless it may be a checkpoint."""
     text = str(error)
     if isinstance(path, Path) and _is_link(path) and not _is_there(path):
-        text = f"it is a link to '{path.readlink()}', which is not there"
+        text = f"it is a link to '{os.readlink(path)}', which is not there"
     is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP)
     if isinstance(path, Path) and is_refused and step_in(path.name) is None:
         signs = (METADATA_NAME, LOCK_NAME, TOMBSTONE_NAME)
@@ -350,14 +351,14 @@ def _lost_links(path: Path, names: set[str]) -> list[str]:
 
 def _is_link(path: Location) -> bool:
     try:
-        return isinstance(path, Path) and path.is_symlink()
+        return isinstance(path, Path) and os.path.islink(path)
     except OSError:
         return False
 
 
 def _is_there(path: Path) -> bool:
     try:
-        path.stat()
+        os.stat(path)
     except OSError:
         return False
     return True

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
+from torch_dcpx._answered_os import os
+from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import (
@@ -25,7 +27,6 @@ from torch_dcpx.manager.pointer import (
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals
 from torch_dcpx.manager.stored import OwnDirectory, lies_there
 from torch_dcpx.storage.directory import Directory, make_directory
-from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     PIN_NAME,
@@ -105,7 +106,7 @@ class DirectoryRoot:
         if name == _LOST_AND_FOUND:
             return True  # of the file system; only root may read it
         try:
-            if not stat.S_ISDIR(path.stat().st_mode):
+            if not stat.S_ISDIR(os.stat(path).st_mode):
                 return not is_of_checkpoint(name)
             with Directory(path) as directory:
                 within = directory.names()
@@ -179,7 +180,7 @@ class DirectoryRoot:
     def identity(self, tag: str) -> tuple[int, int, int] | None:
         """Returns what is new in `.metadata` with each save; None of a missing one."""
         try:
-            status = (self.path / tag / METADATA_NAME).lstat()
+            status = os.lstat(self.path / tag / METADATA_NAME)
         except OSError:
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns
@@ -219,7 +220,7 @@ class DirectoryRoot:
 
     def is_pinned(self, tag: str) -> bool:
         """Returns whether a checkpoint has the mark of `pin`."""
-        return (self.path / tag / PIN_NAME).exists()
+        return os.path.exists(self.path / tag / PIN_NAME)
 
     def pin(self, tag: str) -> None:
         """Marks a checkpoint. Raises ConcurrentSaveError: it is being deleted."""

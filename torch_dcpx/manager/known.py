@@ -13,11 +13,11 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.manager.newest import is_older_by_name
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Skipped, Stored
-from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     POINTER_NAME,

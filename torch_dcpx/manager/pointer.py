@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import stat
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._integers import plain_int
 from torch_dcpx.errors import (
     CorruptionError,
@@ -165,7 +165,7 @@ def refuse_users_pointer(root: Location) -> None:
     """Raises UnsupportedError: a user's link or directory has the name of the root's pointer."""
     path = root / POINTER_NAME
     try:
-        mode = path.lstat().st_mode if isinstance(path, Path) else 0
+        mode = os.lstat(path).st_mode if isinstance(path, Path) else 0
     except OSError:  # of a missing one, or the next call tells
         return
     if stat.S_ISLNK(mode) or stat.S_ISDIR(mode):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_dcpx._answered_os import os
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
@@ -154,7 +154,7 @@ def _empty(root: DirectoryRoot, directory: PosixPlace) -> Path | None:
 def _is_other(path: Path, directory: Directory) -> bool:
     """Returns whether anything but `directory` lies at `path`. Raises: StorageError."""
     try:
-        return not os.path.samestat(path.lstat(), os.fstat(directory.fd))
+        return not os.path.samestat(os.lstat(path), os.fstat(directory.fd))
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -166,7 +166,7 @@ def _remove_trash(path: Path) -> None:
     rest: list[str] = []
     with suppress_and_log(f"remove '{path}'"):
         try:
-            if not stat.S_ISDIR(path.lstat().st_mode):
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
                 logger.warning("'%s' stays: it is no directory of ours", path)
                 return
             with OwnDirectory(path, "remove") as directory:
@@ -175,7 +175,7 @@ def _remove_trash(path: Path) -> None:
                 rest = directory.names()
                 for name in filter(is_name_of_open_file, rest):  # a server may have forgotten it
                     directory.unlink(name)
-                path.rmdir()
+                os.rmdir(path)
         except OSError as error:
             if rest and all(map(is_name_of_open_file, rest)):
                 logger.info("remove '%s': later: a file of it is open: %s", path, error)

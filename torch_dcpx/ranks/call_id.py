@@ -7,11 +7,12 @@ directory may lie elsewhere on every node.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch_dcpx._answered_os import os
 
 _DIGEST_BYTES = 8
 
@@ -70,7 +71,9 @@ def last_component(path: Any) -> str | None:
         return None
     try:
         # Of what ends in "..", too.
-        return (plain.resolve() if plain.is_symlink() or plain.name == ".." else plain).name
+        if plain.name == ".." or os.path.islink(plain):
+            return Path(os.path.realpath(plain)).name
+        return plain.name
     except (OSError, RuntimeError, ValueError):  # links in a circle, or a storage that fails
         return plain.name
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._text import brief_text, human_bytes
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.metadata.lazy import outline_of
@@ -65,6 +66,7 @@ def check_claims(
 def _sizes(place: Place, names: Iterable[str]) -> int:
     """Returns the size of all files; they may be links, as in the cache of a hub."""
     if isinstance(place.path, Path):
-        return sum(one.stat().st_size for one in map(place.path.joinpath, names) if one.is_file())
+        paths = map(place.path.joinpath, names)
+        return sum(os.stat(path).st_size for path in paths if os.path.isfile(path))
     look = place.look()
     return sum(look.size(name) or 0 for name in names)

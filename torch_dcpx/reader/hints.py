@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from torch_dcpx._mounts import is_shared
 from torch_dcpx._text import counted
 from torch_dcpx.errors import (
     CorruptionError,
@@ -20,7 +21,6 @@ from torch_dcpx.errors import (
     UnsafePickleError,
 )
 from torch_dcpx.storage.directory import Directory
-from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,

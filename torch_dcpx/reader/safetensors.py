@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted, printable
 from torch_dcpx.errors import (
@@ -239,7 +240,7 @@ def unnamed_in(
 def refuse_link(folder: Location, name: str) -> None:
     """Raises UnsupportedError for a file that is a link: a whole one elsewhere, and no damage."""
     path = folder / name
-    if isinstance(path, Path) and path.is_symlink():
+    if isinstance(path, Path) and os.path.islink(path):
         raise UnsupportedError(linked(path))
 
 

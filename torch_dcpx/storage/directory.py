@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from torch_dcpx._descriptors import open_file
+from torch_dcpx._answered_os import open_file, os
 from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.room import room_text
@@ -53,6 +52,10 @@ def storage_error(
     is_read: bool = False,
 ) -> StorageError:
     """Returns the typed error of a failed system call; that of a read does not mention room."""
+    if isinstance(
+        error, StorageError
+    ):  # of a call without an answer: it says what and for how long
+        return StorageError(error.message, errno=error.errno, path=error.path)
     range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
     room = "" if is_read else room_text(Path(path), nbytes, error.errno)
     return StorageError(
@@ -138,7 +141,7 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
             there.sync_parent()
     for directory in reversed(missing):
         try:
-            uninterrupted(directory.mkdir)
+            uninterrupted(os.mkdir, directory)
             made.append(directory)
         except OSError as error:
             if not isinstance(error, FileExistsError) or not _is_directory(directory):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import os
 
-from torch_dcpx._descriptors import open_file
+from torch_dcpx._answered_os import flock as answered_flock
+from torch_dcpx._answered_os import open_file, os
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -48,7 +48,7 @@ def take(fd: int, kind: int, *, is_writable: bool = True) -> OSError | None:
     Raises BlockingIOError: somebody else holds it. OSError: the call failed otherwise.
     """
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        answered_flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _BUSY:
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from error
@@ -63,7 +63,7 @@ def give_back(fd: int) -> None:
     Never raises.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        answered_flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             logger.warning("a lock is given back by closing its file alone: %s", str(error))

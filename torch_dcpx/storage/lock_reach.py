@@ -9,19 +9,47 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from torch_dcpx.storage import mounts
+from torch_dcpx import _mounts
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.save_lock import is_held_elsewhere
 
 logger = logging.getLogger("torch_dcpx")
 
+# FUSE programs that leave flock to the kernel of their node.
+_LOCAL_LOCKS = frozenset(
+    {
+        "fuse.blobfuse",
+        "fuse.blobfuse2",
+        "fuse.curlftpfs",
+        "fuse.davfs",
+        "fuse.gcsfuse",
+        "fuse.geesefs",
+        "fuse.goofys",
+        "fuse.mountpoint-s3",
+        "fuse.rclone",
+        "fuse.s3fs",
+        "fuse.sshfs",
+    }
+)
+_LOCAL_LOCK_OPTIONS = frozenset(
+    {"local_lock=all", "local_lock=flock", "localflock", "localflocks", "nolock", "nobrl"}
+)
 _known: set[str] = set()  # mounts that were warned of, or where a lock was seen from another node
+
+
+def locks_of_one_node(mount: _mounts.Mount) -> str:
+    """Returns by what a flock there keeps out processes of its own node only: the type, or an
+    option; "" where nothing is known.
+    """
+    if mount.kind in _LOCAL_LOCKS:
+        return mount.kind
+    return min(_LOCAL_LOCK_OPTIONS.intersection(mount.options), default="")
 
 
 def warn_of_one_node(path: Path) -> None:
     """Warns, once a mount, where its type or options say that its locks end at this node."""
-    mount = mounts.shared_mount(str(path)) if mounts.HAS_SHARED else None
-    why = "" if mount is None else mounts.locks_of_one_node(mount)
+    mount = _mounts.shared_mount(str(path)) if _mounts.HAS_SHARED else None
+    why = "" if mount is None else locks_of_one_node(mount)
     if mount is not None and why and mount.where not in _known:
         _warn(path, mount, why)
 
@@ -30,7 +58,7 @@ def check_reach(directory: Directory, name: str) -> None:
     """Warns, once a mount, where the lock `name` that the coordinator of this save holds on another
     machine does not keep this one out. REQUIRES: it holds the lock until this rank has answered.
     """
-    mount = mounts.shared_mount(str(directory.path)) if mounts.HAS_SHARED else None
+    mount = _mounts.shared_mount(str(directory.path)) if _mounts.HAS_SHARED else None
     if mount is None or mount.where in _known:
         return
     is_held = is_held_elsewhere(directory, name)
@@ -40,7 +68,7 @@ def check_reach(directory: Directory, name: str) -> None:
         _warn(directory.path, mount, f"{mount.kind}: the coordinator's lock is free here")
 
 
-def _warn(path: Path, mount: mounts.Mount, why: str) -> None:
+def _warn(path: Path, mount: _mounts.Mount, why: str) -> None:
     _known.add(mount.where)
     logger.warning(
         "'%s': locks on '%s' end at each node (%s): a save of another node at the same time would "

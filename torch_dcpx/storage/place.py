@@ -6,16 +6,18 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch_dcpx import _mounts
+from torch_dcpx._answered_os import os
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
+from torch_dcpx.storage.answered_job import answered_job
 from torch_dcpx.storage.directory import (
     Buffer,
     Directory,
@@ -84,6 +86,8 @@ class PosixPlace(Directory):
                 if not stat.S_ISDIR(above.st_mode):
                     return None
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except StorageError:  # no answer
+            raise
         except (OSError, ValueError):  # ValueError: NUL in a name
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -191,7 +195,7 @@ class PosixPlace(Directory):
 
     def write_job(self, options: WriteOptions) -> _C.WriteJob:
         """Returns a job that writes files here."""
-        return _C.WriteJob(
+        job = _C.WriteJob(
             dir_fd=self.fd,
             dir_path=os.fsencode(self.path),
             workers=options.resolved_workers(),
@@ -202,6 +206,8 @@ class PosixPlace(Directory):
             in_place=options.in_place,
             memory_bytes=options.resolved_memory_bytes(),
         )
+        may_be_silent = _mounts.HAS_SHARED and _mounts.shared_mount(str(self.path)) is not None
+        return answered_job(job, self.path) if may_be_silent else job
 
     @contextmanager
     def writing(
@@ -224,7 +230,8 @@ class PosixPlace(Directory):
 
     def read_job(self, options: ReadOptions) -> _C.ReadJob:
         """Returns a job for a load of files here."""
-        return _C.ReadJob(
+        may_be_silent = _mounts.HAS_SHARED and _mounts.shared_mount(str(self.path)) is not None
+        job = _C.ReadJob(
             dir_fd=self.fd,
             dir_path=os.fsencode(self.path),
             workers=fitting_workers(options.resolved_workers()),
@@ -233,19 +240,23 @@ class PosixPlace(Directory):
             verify=options.verify == "blocks",
             max_open_files=_max_open_files(),
             max_slots=options.host_memory_bytes // options.slot_bytes,
+            may_be_left=may_be_silent,
         )
+        return answered_job(job, self.path) if may_be_silent else job
 
     def verify_job(self, options: ReadOptions) -> _C.VerifyJob:
         """Returns a job that verifies files here, whose slots stay within the options' memory."""
         slot_bytes = summed_slot_bytes(options)
         slots = max(1, options.host_memory_bytes // slot_bytes)
-        return _C.VerifyJob(
+        job = _C.VerifyJob(
             dir_fd=self.fd,
             dir_path=os.fsencode(self.path),
             workers=min(fitting_workers(options.resolved_workers()), slots),
             slot_bytes=slot_bytes,
             use_direct=options.direct_io,
         )
+        may_be_silent = _mounts.HAS_SHARED and _mounts.shared_mount(str(self.path)) is not None
+        return answered_job(job, self.path) if may_be_silent else job
 
 
 Place: TypeAlias = PosixPlace | ObjectPlace
@@ -267,7 +278,7 @@ def is_place(location: Location) -> bool:
     if isinstance(location, ObjectUrl):
         found = ObjectPlace(location).look()
         return bool(found.names or found.beneath())
-    return location.is_dir()
+    return os.path.isdir(location)
 
 
 def make_place(location: Location, *, is_durable: bool) -> list[Any]:
@@ -282,7 +293,7 @@ def _free_descriptors() -> int:
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit == resource.RLIM_INFINITY:
         return 1 << 30
-    return max(0, soft_limit - len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - ten times as fast
+    return max(0, soft_limit - len(os.listdir("/proc/self/fd")))
 
 
 def _max_open_files() -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import os
 import re
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from torch_dcpx._answered_os import os
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
+
+from torch_dcpx._answered_os import os
 
 
 def room_text(path: Path, nbytes: int | None, number: int | None) -> str:

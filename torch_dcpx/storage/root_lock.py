@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.holder import Holder, now_text
@@ -375,11 +376,12 @@ def end_all(deadline: Deadline, *, gives_back: bool) -> None:
     """Ends the threads as the interpreter ends, and gives the roots back if nothing saves there."""
     for held in [*_held.values(), *_over]:
         held.stop(deadline)
-    _end_collected()
-    for key, held in list(_held.items()) if gives_back else ():
-        with _guard.held():
-            _forget(key, held)
-        held.end()
+    with wait_at_most(StorageTimeout(min(deadline.remaining_s, _JOIN_S), "the end")):
+        _end_collected()
+        for key, held in list(_held.items()) if gives_back else ():
+            with _guard.held():
+                _forget(key, held)
+            held.end()
 
 
 def _forget_parents_locks() -> None:

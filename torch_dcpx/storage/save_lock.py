@@ -16,7 +16,6 @@ import errno
 import fcntl
 import hashlib
 import logging
-import os
 import socket
 import stat
 import weakref
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, unquote
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._waiting import Guard
 from torch_dcpx.errors import ConcurrentSaveError, CorruptionError, StorageError
 from torch_dcpx.storage import flock

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-from torch_dcpx._descriptors import open_file
+from torch_dcpx._answered_os import open_file, os
 from torch_dcpx.errors import StorageError
 
 logger = logging.getLogger("torch_dcpx")
@@ -139,7 +138,7 @@ def refuse_lost_link(path: Path) -> None:
     """
     place = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
     # These raise nothing: the next call does.
-    if os.path.islink(place) and not os.path.exists(place):  # noqa: PTH110, PTH114
+    if os.path.islink(place) and not os.path.exists(place):
         problem = f"'{place}' is a link to '{os.path.realpath(place)}', where nothing is"
         raise StorageError(
             f"look into '{path}': {problem}; is a disk not mounted?",

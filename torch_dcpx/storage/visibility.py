@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from torch_dcpx._answered_os import os
+from torch_dcpx._mounts import is_shared
 from torch_dcpx._waiting import Deadline
 from torch_dcpx.errors import (
     CorruptionError,
@@ -26,7 +27,6 @@ from torch_dcpx.errors import (
     StorageError,
     UnsafePickleError,
 )
-from torch_dcpx.storage.mounts import is_shared
 from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.object_url import Location
 
@@ -173,4 +173,4 @@ def _look_up_anew(path: Path) -> None:
     """Lists a directory and the one above it: so a client forgets which names it has missed."""
     for each in (path.parent, path):
         with suppress(OSError):  # the next look tells
-            os.listdir(each)  # noqa: PTH208 - only the kernel's call matters
+            os.listdir(each)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.integrity.contents import Contents, open_contents, read_commit
@@ -117,7 +117,7 @@ def check_foreign(path: str | os.PathLike[str], names: Iterable[str], options: R
         return
     wanted = set(names)
     found = verify(path, workers=options.workers, safe_globals=options.safe_globals)
-    is_file = os.path.isfile(found.path)  # noqa: PTH113 - never raises; a URL is none
+    is_file = os.path.isfile(found.path)
     for fault in found.faults:
         if fault.kind == "data" and (not fault.fqns or not wanted.isdisjoint(fault.fqns)):
             raise CorruptionError(

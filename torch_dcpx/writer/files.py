@@ -191,6 +191,7 @@ class _Window:
                     progress=tell,
                     after=after,
                     temporary=self._temporary,
+                    owners=(self._owners, self.in_place),
                 )
             except BaseException:
                 if after is not None:  # the caller may free what a device still reads

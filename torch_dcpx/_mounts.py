@@ -1,7 +1,6 @@
-"""Tells which file systems other nodes mount as well: what one node sees there may be a second old.
+"""What is mounted on this node, and which of it other nodes may mount as well, by names alone.
 
-It goes by names, by /proc/self/mountinfo and by links on other file systems: no server is asked, so
-that no call waits for one.
+No call here waits for a server: it goes by /proc/self/mountinfo, and by links on this node.
 """
 
 from __future__ import annotations
@@ -18,7 +17,18 @@ _SHARED = frozenset(
     | {"pvfs2", "glusterfs", "9p", "virtiofs", "cifs", "smb3", "smbfs", "afs", "coda", "ocfs2"}
     | {"gfs2", "acfs", "vxfs", "fuse"}
 )
-_OF_ONE_NODE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.squashfuse", "fuse.encfs"})
+_OF_ONE_NODE = frozenset(
+    {"fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.squashfuse", "fuse.encfs", "fuse.snapfuse"}
+    | {"fuse.gvfsd-fuse", "fuse.portal"}
+)
+_ESCAPED = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
+_MOST_KEPT = 4096
+_MOST_LINKS = 40
+
+
+def is_shared_kind(kind: str) -> bool:
+    """Returns whether other nodes may mount a file system of such a type, as "nfs4"."""
+    return kind in _SHARED or (kind.startswith("fuse.") and kind not in _OF_ONE_NODE)
 
 
 class Mount(NamedTuple):
@@ -31,13 +41,8 @@ class Mount(NamedTuple):
     @property
     def is_shared(self) -> bool:
         """Whether other nodes may mount it, by its type, or an automounter answers for it."""
-        is_fuse = self.kind.startswith("fuse.") and self.kind not in _OF_ONE_NODE
-        return is_fuse or self.kind in _SHARED or self.kind == "autofs"
-
-
-_ESCAPED = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
-_MOST_KEPT = 4096
-_MOST_LINKS = 40
+        is_automounted = self.kind == "autofs" and not self.where.startswith("/proc/")
+        return is_automounted or is_shared_kind(self.kind)
 
 
 def _table() -> dict[str, Mount]:
@@ -67,7 +72,10 @@ def is_shared(path: str | os.PathLike[str]) -> bool:
 
 
 def shared_mount(path: str) -> Mount | None:
-    """Returns the file system of a path if other nodes may mount it, else None."""
+    """Returns the file system of a path if other nodes may mount it, else None.
+
+    It goes by names, and by links on file systems of this node.
+    """
     try:
         return _kept[path]
     except KeyError:
@@ -100,22 +108,3 @@ def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
         at = "" if link.startswith("/") else os.path.dirname(at)  # noqa: PTH120
         parts = [each for each in link.split("/") if each not in ("", ".")] + parts
     return None
-
-
-# FUSE programs that leave flock to the kernel of their node.
-_LOCAL_LOCKS = frozenset(
-    {"fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.goofys", "fuse.geesefs", "fuse.gcsfuse"}
-    | {"fuse.mountpoint-s3", "fuse.blobfuse", "fuse.blobfuse2", "fuse.curlftpfs", "fuse.davfs"}
-)
-_LOCAL_LOCK_OPTIONS = frozenset(
-    {"local_lock=all", "local_lock=flock", "localflock", "localflocks", "nolock", "nobrl"}
-)
-
-
-def locks_of_one_node(mount: Mount) -> str:
-    """Returns by what a flock there keeps out processes of its own node only: the type, or an
-    option; "" where nothing is known.
-    """
-    if mount.kind in _LOCAL_LOCKS:
-        return mount.kind
-    return min(_LOCAL_LOCK_OPTIONS.intersection(mount.options), default="")

@@ -1,0 +1,186 @@
+"""System calls on a file system that other nodes mount are made on a thread that can be left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from conftest import RunPython
+from support.machine import seconds
+
+from torch_dcpx import StorageError, _mounts
+from torch_dcpx._answered_os import AnsweredOs
+from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx._mounts import Mount
+
+SOON_S = 0.2
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on what counts as such a file system; beside it is a local one."""
+    there = tmp_path / "shared"
+    there.mkdir()
+    (tmp_path / "local").mkdir()
+    made = {str(there): Mount(str(there), "fuse.new", ())}
+    monkeypatch.setattr(_mounts, "MOUNTS", made)
+    monkeypatch.setattr(_mounts, "_kept", {})
+    return there
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], threading.Event]]:
+    """Lets a function of `os` not return; the event that it gives ends that, and the test does."""
+    answers: list[threading.Event] = []
+
+    def stop(name: str) -> threading.Event:
+        real, event = getattr(os, name), threading.Event()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            event.wait()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, call)
+        answers.append(event)
+        return event
+
+    yield stop
+    for event in answers:
+        event.set()
+
+
+def threads_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[threading.Thread]:
+    real, found = getattr(module, name), list[threading.Thread]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found.append(threading.current_thread())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, call)
+    return found
+
+
+class There(NamedTuple):
+    """A directory, an open file in it, and what calls go through."""
+
+    os: AnsweredOs
+    path: Path
+    fd: int
+    above: int
+
+
+CALLS: dict[str, Callable[[There], Any]] = {
+    "stat": lambda at: at.os.stat("file", dir_fd=at.above),
+    "lstat": lambda at: at.os.lstat(at.path / "file"),
+    "listdir": lambda at: at.os.listdir(at.above),
+    "mkdir": lambda at: at.os.mkdir(at.path / "new"),
+    "rename": lambda at: at.os.rename(at.path / "file", at.path / "moved"),
+    "unlink": lambda at: at.os.unlink("file", dir_fd=at.above),
+    "pwrite": lambda at: at.os.pwrite(at.fd, b"x", 0),
+    "fsync": lambda at: at.os.fsync(at.fd),
+    "close": lambda at: at.os.close(at.os.open(at.path / "file", os.O_RDONLY)),
+    "scandir": lambda at: [each.name for each in at.os.scandir(at.path)],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("where", ["shared", "local"])
+def test_call_is_made_on_another_thread_where_others_mount_the_file_system_and_nowhere_else(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    path = shared.parent / where
+    (path / "file").write_text("x")
+    made = AnsweredOs()
+    above = made.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = made.open("file", os.O_RDWR, dir_fd=above)
+    try:
+        threads = threads_of(monkeypatch, os, name)
+        CALLS[name](There(made, path, fd, above))
+    finally:
+        made.close(fd)
+        made.close(above)
+    own = threading.current_thread()
+    assert threads and [thread is own for thread in threads] == [where == "local"] * len(threads)
+
+
+def test_descriptor_that_is_used_again_for_a_local_file_is_local(shared: Path) -> None:
+    made = AnsweredOs()
+    fd = made.open(shared, os.O_RDONLY)
+    assert made.where(fd) == str(shared)
+    made.close(fd)
+    again = made.open(shared.parent, os.O_RDONLY)
+    assert again == fd and made.where(again) is None
+    made.close(again)
+
+
+@pytest.mark.parametrize("name", ["stat", "listdir", "rmdir"])
+def test_silence_is_an_error_with_the_path_at_the_bound(
+    shared: Path, silent: Callable[[str], threading.Event], name: str
+) -> None:
+    made = AnsweredOs()
+    silent(name)
+    with (
+        wait_at_most(StorageTimeout(SOON_S, "save_timeout_s")),
+        pytest.raises(StorageError, match=f"{name} '{shared}': no answer for") as caught,
+    ):
+        getattr(made, name)(shared)
+    assert (caught.value.errno, caught.value.path) == (errno.ETIMEDOUT, str(shared))
+
+
+def test_file_that_is_opened_too_late_is_closed(
+    shared: Path, silent: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, real = threading.Event(), os.close
+
+    def close(fd: int) -> None:
+        assert os.readlink(f"/proc/self/fd/{fd}") == str(shared)
+        real(fd)
+        closed.set()
+
+    made, answers = AnsweredOs(), silent("open")
+    monkeypatch.setattr(os, "close", close)
+    with wait_at_most(StorageTimeout(SOON_S, "save_timeout_s")), pytest.raises(StorageError):
+        made.open(shared, os.O_RDONLY)
+    answers.set()
+    assert closed.wait(seconds(30))
+
+
+def test_what_does_not_ask_the_file_system_is_pythons_own() -> None:
+    made = AnsweredOs()
+    assert made.fspath is os.fspath and made.O_RDONLY == os.O_RDONLY
+    assert made.path.join is os.path.join
+
+
+def test_flock_of_a_shared_file_waits_on_another_thread(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = AnsweredOs()
+    threads = threads_of(monkeypatch, fcntl, "flock")
+    fd = made.open(shared, os.O_RDONLY)
+    made._by_path(fcntl, "flock")(fd, fcntl.LOCK_SH)
+    made.close(fd)
+    assert threads != [threading.current_thread()]
+
+
+OWN = """
+import os, sys
+from pathlib import Path
+real = Path.read_text
+line = f"22 1 8:1 / / rw shared:1 - {sys.argv[1]} source rw\\n"
+Path.read_text = lambda self, **kw: line if self.name == "mountinfo" else real(self, **kw)
+from torch_dcpx import _answered_os, _descriptors
+print(_answered_os.os is os, _answered_os.open_file is _descriptors.open_file)
+"""
+
+
+@pytest.mark.parametrize(("kind", "is_own"), [("ext4", True), ("nfs4", False)])
+def test_nothing_stands_between_where_nothing_shared_is_mounted(
+    run_python: RunPython, kind: str, is_own: bool
+) -> None:
+    assert run_python(OWN, kind).stdout == f"{is_own} {is_own}\n"

@@ -1,0 +1,173 @@
+"""Jobs of C++ whose calls end at the bound of their operation, or at a signal, and stay behind.
+
+A job reads and writes by threads of its own, which wait in the kernel where a server does not
+answer. So the call is made on a thread that can be left behind. What it uses lives as long as that:
+
+1. The caller leaves. Of a read, no byte comes to the caller's memory any more from then on.
+2. The job's threads end when their system calls return, and what is left of its files goes.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch_dcpx._answers import moving
+from torch_dcpx._native import _C
+from torch_dcpx.errors import StorageError
+from torch_dcpx.storage.directory import Directory, remove_leftover
+
+
+class _AnsweredJob:
+    """Stands for a job. As thread-safe as that."""
+
+    def __init__(self, job: Any, path: Path) -> None:
+        self._job, self._path = job, path
+        self._is_running = self._has_left = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._job, name)
+
+    def _run(
+        self, verb: str, call: Callable[[], Any], told: Callable[[], object] | None = None
+    ) -> Any:
+        """Returns what `call` returns. `told` is called on this thread meanwhile."""
+
+        def run() -> Any:
+            try:
+                return call()
+            finally:
+                self._is_running = False
+                if self._has_left:
+                    self._end()
+
+        def moved() -> object:
+            if told is not None:
+                told()
+            return self._moved()
+
+        self._is_running = True
+        try:
+            return moving(run, f"{verb} '{self._path}'", str(self._path), moved)
+        except BaseException:
+            self._has_left = True
+            if self._is_running:
+                self._leave()
+            raise
+
+    def _stop_if_left(self, *_: object) -> None:
+        """Ends a call by its hook, once its caller has left."""
+        if self._has_left:
+            raise StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
+
+    def _moved(self) -> object:
+        """Returns what differs once something has moved."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Is called as the caller leaves."""
+
+    def _end(self) -> None:
+        """Is called when a call has ended whose caller has left."""
+
+
+class AnsweredWriteJob(_AnsweredJob):
+    """Stands for a `WriteJob` of a directory."""
+
+    def write(self, *args: Any, progress: Callable[[int], object] | None, **kwargs: Any) -> Any:
+        """As `WriteJob.write`."""
+
+        def told() -> None:
+            if progress is not None:
+                progress(self._job.report()["done_bytes"])
+
+        def call() -> Any:
+            return self._job.write(*args, progress=self._stop_if_left, **kwargs)
+
+        return self._run("write to", call, told)
+
+    def _moved(self) -> object:
+        report = self._job.report()
+        return [report[name] for name in ("done_bytes", "copy_ns", "write_ns", "fsync_ns")]
+
+    def abandon(self) -> None:
+        """As `WriteJob.abandon`; what was left behind does it later."""
+        if not self._is_running:
+            self._job.abandon()
+
+    def created(self) -> list[str]:
+        """Returns the names of files to remove; those of what was left behind go later."""
+        return [] if self._is_running else self._job.created()
+
+    def _end(self) -> None:
+        names = self._job.created()
+        self._job.abandon()
+        with Directory(self._path) as directory:
+            for name in names:
+                remove_leftover(directory, name)
+
+
+class AnsweredReadJob(_AnsweredJob):
+    """Stands for a `ReadJob` of a directory that may be left."""
+
+    def locate(self, *args: Any) -> Any:
+        """As `ReadJob.locate`."""
+        return self._run("look into", lambda: self._job.locate(*args))
+
+    def read(self, *args: Any) -> Any:
+        """As `ReadJob.read`."""
+        return self._run("read", lambda: self._job.read(*args))
+
+    def _moved(self) -> object:
+        return self._job.moved
+
+    def _leave(self) -> None:
+        self._job.leave()
+
+    def close(self) -> None:
+        """As `ReadJob.close`; what was left behind does it later."""
+        if not self._is_running:
+            self._job.close()
+
+    def _end(self) -> None:
+        self._job.close()
+
+
+class AnsweredVerifyJob(_AnsweredJob):
+    """Stands for a `VerifyJob` of a directory."""
+
+    def has_footer(self, *args: Any) -> Any:
+        """As `VerifyJob.has_footer`."""
+        return self._run("look into", lambda: self._job.has_footer(*args))
+
+    def add_file(self, *args: Any) -> Any:
+        """As `VerifyJob.add_file`."""
+        return self._run("look into", lambda: self._job.add_file(*args))
+
+    def add_foreign(self, *args: Any) -> Any:
+        """As `VerifyJob.add_foreign`."""
+        return self._run("look into", lambda: self._job.add_foreign(*args))
+
+    def sum(self, progress: Callable[[int, int], None] | None = None) -> Any:
+        """As `VerifyJob.sum`."""
+
+        def told() -> None:
+            if progress is not None:
+                progress(self._job.done_bytes, self._job.total_bytes)
+
+        return self._run("read", lambda: self._job.sum(self._stop_if_left), told)
+
+    def _moved(self) -> object:
+        return self._job.done_bytes
+
+
+def answered_job(job: Any, path: Path) -> Any:
+    """Returns what stands for a job in a directory of a file system that may not answer."""
+    kinds = {
+        _C.WriteJob: AnsweredWriteJob,
+        _C.ReadJob: AnsweredReadJob,
+        _C.VerifyJob: AnsweredVerifyJob,
+    }
+    return kinds[type(job)](job, path)
