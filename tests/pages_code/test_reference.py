@@ -143,11 +143,12 @@ def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
         "CXX",
         "PATH",
         "WORLD_SIZE",
-        "AWS_UNSIGNED_PAYLOAD",
         "NO_COLOR",
         "TERM",
     }  # not ours to document
-    assert [name for name in sorted(read - foreign) if f"`{name}`" not in page] == []
+    assert "| `AWS_*`, `AZURE_*` |" in page  # obstore's, in one row
+    own = {name for name in read - foreign if not name.startswith(("AWS_", "AZURE_"))}
+    assert [name for name in sorted(own) if f"`{name}`" not in page] == []
 
 
 def test_every_option_of_every_command_is_on_the_page() -> None:
