@@ -38,6 +38,12 @@ def check_bool(name: str, value: Any) -> None:
         raise must_be(name, value, "True or False", _way_out(value))
 
 
+def check_bools(**switches: Any) -> None:
+    """As `check_bool`, of several."""
+    for name, value in switches.items():
+        check_bool(name, value)
+
+
 def checked_int(name: str, value: Any, low: int, high: int, *, or_none: bool = False) -> Any:
     """Returns an integer of any type as an int. Raises OptionError: it is none within bounds."""
     number = plain_int(value)

@@ -23,6 +23,9 @@ BOTH = [
     ("DCPX_DIRECT_IO", "True", True),
 ]
 OF_A_SAVE = [
+    ("DCPX_CHECK_VISIBLE", "auto", "auto"),
+    ("DCPX_CHECK_VISIBLE", "0", False),
+    ("DCPX_VISIBLE_S", "2.5", 2.5),
     ("DCPX_DURABILITY", "none", "none"),
     ("DCPX_FILES_PER_RANK", "4", 4),
     ("DCPX_PROGRESS", "1", True),
@@ -35,6 +38,7 @@ OF_A_SAVE = [
     ("DCPX_CONDITIONAL_COMMIT", "0", False),
 ]
 OF_A_LOAD = [
+    ("DCPX_VISIBLE_S", "2", 2.0),
     ("DCPX_VERIFY", "none", "none"),
     ("DCPX_TRUSTED", "0", False),
     ("DCPX_LOAD_TIMEOUT_S", "0.5", 0.5),

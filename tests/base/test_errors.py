@@ -174,7 +174,7 @@ def short_read_error(job: Any, _: Path) -> None:
 
 
 def corruption_error(job: Any, _: Path) -> None:
-    job.locate([FOREIGN], [(0, 8000, 1000, False)])
+    job.locate([("f", True, 100, bytes(16), 0, b"")], [(0, 0, 8, False)])
 
 
 def unsupported_error(job: Any, path: Path) -> None:
@@ -198,7 +198,7 @@ PROVOKED: dict[str, tuple[Callable[[Any, Path], None], dict[str, Any]]] = {
     "ShortReadError": (short_read_error, {"path": "f", "offset": 8192, "nbytes": 808}),
     "CorruptionError": (
         corruption_error,
-        {"path": "f", "offset": 8000, "nbytes": 1000, "expected": "at least 9000 B",
+        {"path": "f", "offset": 0, "nbytes": 8192, "expected": "100 B",
          "found": "8192 B", "fqn": None, "touched": None},
     ),
     "UnsupportedError": (unsupported_error, {}),

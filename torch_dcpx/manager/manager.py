@@ -15,7 +15,12 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import torch
 from torch import nn
 
-from torch_dcpx._arguments import check_bool, check_options, check_wait, named_arguments
+from torch_dcpx._arguments import (
+    check_bools,
+    check_options,
+    check_wait,
+    named_arguments,
+)
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.keys.key_map import DryRun, KeyMap
@@ -36,8 +41,6 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.paths import AnyPath
 
 logger = logging.getLogger("torch_dcpx")
-
-_SWITCHES = "async_save", "allow_fresh", "allow_older", "trainable_only"
 
 
 @named_arguments("__init__", "save", "resume")
@@ -81,10 +84,8 @@ class CheckpointManager:
             process_group: the ranks of the training. Default None: all.
             no_dist: this process by itself. Default False.
             options, read_options: of the writer, and of readers. Default None: all defaults.
-            allow_fresh: starts fresh where saves began, and none was committed. Default False: an
-                error.
-            allow_older: takes an older one, or starts fresh, where a commit is known and is not
-                found, or storage does not answer. Default False: an error.
+            allow_fresh: starts fresh where saves began, none committed. Default False: an error.
+            allow_older: goes on without a known commit that is not found. Default False: an error.
             grace_s: of a store's root: seconds for which data of removed checkpoints, and of saves
                 that did not end, stay. Default None: 3600, or `2 * save_timeout_s` if that is more.
             trainable_only: leaves frozen parameters out (docs/howto/lora.md). Default False.
@@ -96,16 +97,14 @@ class CheckpointManager:
         check_ranks(process_group, no_dist)
         check_options("options", options, WriteOptions)
         check_options("read_options", read_options, ReadOptions)
-        given = async_save, allow_fresh, allow_older, trainable_only
-        for name, value in zip(_SWITCHES, given, strict=True):
-            check_bool(name, value)
+        check_bools(async_save=async_save, allow_fresh=allow_fresh)
+        check_bools(allow_older=allow_older, trainable_only=trainable_only)
         self._rules = KeepRules.of(keep_last, keep_every, keep_best)
         options = options or WriteOptions()
         read_options = read_options or ReadOptions(endpoint=options.endpoint)
         files = files_at(root, options, read_options, grace_s)
         self.root: Location = files.path
-        patience_s = options.save_timeout_s
-        self._root = ManagerRoot(files, read_options, os.fsdecode(root), patience_s)
+        self._root = ManagerRoot(files, read_options, os.fsdecode(root), options.save_timeout_s)
         self._root.allow_older = allow_older
         self._retention = Retention(self._root, self._rules)
         ranks = {"process_group": process_group, "no_dist": no_dist}
