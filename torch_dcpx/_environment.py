@@ -55,7 +55,7 @@ def options_from_environment(cls: type[_Options]) -> type[_Options]:
 
 def _parse(name: str, annotation: str, text: str) -> Any:
     """Returns the value of a variable's text, by the annotation of its option."""
-    if annotation.startswith("Literal") or f'Literal["{text}"]' in annotation:
+    if annotation.startswith("Literal") or f"Literal[{text!r}]" in annotation:
         return text
     if annotation.startswith("bool"):
         if text.lower() not in _BOOLS:

@@ -17,7 +17,6 @@ from torch import nn
 
 from torch_dcpx._arguments import (
     check_bools,
-    check_options,
     check_wait,
     named_arguments,
 )
@@ -32,7 +31,7 @@ from torch_dcpx.manager.preemption import Preemption
 from torch_dcpx.manager.resume import Resume, ResumeInfo
 from torch_dcpx.manager.retention import KeepRules, Retention
 from torch_dcpx.manager.root import ManagerRoot
-from torch_dcpx.manager.root_files import files_at
+from torch_dcpx.manager.root_files import checked_options, files_at
 from torch_dcpx.manager.save import Saves
 from torch_dcpx.manager.state import Parts
 from torch_dcpx.options import ReadOptions, WriteOptions
@@ -95,13 +94,10 @@ class CheckpointManager:
             UnsupportedError: another URL as root, or no obstore for this one; `node_local`.
         """
         check_ranks(process_group, no_dist)
-        check_options("options", options, WriteOptions)
-        check_options("read_options", read_options, ReadOptions)
         check_bools(async_save=async_save, allow_fresh=allow_fresh)
         check_bools(allow_older=allow_older, trainable_only=trainable_only)
+        options, read_options = checked_options(options, read_options)
         self._rules = KeepRules.of(keep_last, keep_every, keep_best)
-        options = options or WriteOptions()
-        read_options = read_options or ReadOptions(endpoint=options.endpoint)
         files = files_at(root, options, read_options, grace_s)
         self.root: Location = files.path
         self._root = ManagerRoot(files, read_options, os.fsdecode(root), options.save_timeout_s)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from torch_dcpx._arguments import check_wait
+from torch_dcpx._arguments import check_options, check_wait
 from torch_dcpx.errors import UnsupportedError, must_be
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.store_root import StoreRoot
@@ -37,3 +38,11 @@ def files_at(
         grace_s = max(_GRACE_S, 2 * options.save_timeout_s)
     is_conditional = options.conditional_commit
     return StoreRoot(location, grace_s=grace_s, is_conditional=is_conditional)
+
+
+def checked_options(write: Any, read: Any) -> tuple[WriteOptions, ReadOptions]:
+    """Returns the options of a manager, or their defaults. Raises: OptionError."""
+    check_options("options", write, WriteOptions)
+    check_options("read_options", read, ReadOptions)
+    write = write or WriteOptions()
+    return write, read or ReadOptions(endpoint=write.endpoint)
