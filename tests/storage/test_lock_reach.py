@@ -18,7 +18,6 @@ from torch_dcpx import CheckpointManager
 from torch_dcpx import _mounts as mounts
 from torch_dcpx._mounts import Mount, shared_mount
 from torch_dcpx.storage import lock_reach
-from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.lock_reach import check_reach, locks_of_one_node
 from torch_dcpx.storage.names import LOCK_NAME, READERS_NAME
 from torch_dcpx.storage.save_lock import boot_id
@@ -113,11 +112,11 @@ def test_rank_of_another_node_says_once_that_it_does_not_meet_the_coordinators_l
     mounted("fuse.new")
     boot = boot_id() if reach == "unknown" else "of-another-machine"
     (tmp_path / LOCK_NAME).write_text(f"host=far pid=9 boot={boot}\n")
-    with (tmp_path / LOCK_NAME).open("r+b") as coordinator, Directory(tmp_path) as directory:
+    with (tmp_path / LOCK_NAME).open("r+b") as coordinator:
         if reach == "all":
             fcntl.flock(coordinator, fcntl.LOCK_EX)
         for _ in range(2):
-            check_reach(directory, LOCK_NAME)
+            check_reach(tmp_path)
         # It is left as it was found.
         with (tmp_path / LOCK_NAME).open("r+b") as other:
             if reach != "all":

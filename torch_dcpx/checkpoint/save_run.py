@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_dcpx import _mounts
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._hooks import takes
 from torch_dcpx._waiting import Deadline
@@ -29,6 +30,7 @@ from torch_dcpx.errors import DcpxError, OutcomeUnknownError, UnsupportedError
 from torch_dcpx.metadata.file import stored_save_id
 from torch_dcpx.ranks.ballot import Ballot
 from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.storage.lock_reach import check_reach
 from torch_dcpx.storage.object_url import location_of
 from torch_dcpx.storage.paths import AnyPath
 from torch_dcpx.storage.running_save import RunningSave, driven
@@ -186,6 +188,8 @@ class SaveRun:
         ballot = self._ballot or self._new_ballot()
         try:
             self.exchange.note_phase("writing")
+            if _mounts.HAS_SHARED and not self.exchange.is_coordinator:
+                check_reach(self._place().directory)
             future = self.writer.write_data(*take())
             future.wait()
             results = future.value()

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
+from torch_dcpx import _mounts
 from torch_dcpx._answered_os import open_file, os
+from torch_dcpx._answers import answered
 from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.room import room_text
@@ -154,6 +156,9 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
 def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
     """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
     try:
+        if _mounts.HAS_SHARED and _mounts.shared_mount(os.fspath(path)) is not None:
+            where = os.fspath(path)
+            return answered(lambda: uninterrupted(look, asked), f"look into '{where}'", where)
         return uninterrupted(look, asked)
     except OSError as error:
         if isinstance(error, DcpxError):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch_dcpx import _mounts
 from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import LOCK_NAME
+from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.save_lock import is_held_elsewhere
 
 logger = logging.getLogger("torch_dcpx")
@@ -54,18 +56,22 @@ def warn_of_one_node(path: Path) -> None:
         _warn(path, mount, why)
 
 
-def check_reach(directory: Directory, name: str) -> None:
-    """Warns, once a mount, where the lock `name` that the coordinator of this save holds on another
+def check_reach(location: Location) -> None:
+    """Warns, once a mount, where the lock that the coordinator of this save holds on another
     machine does not keep this one out. REQUIRES: it holds the lock until this rank has answered.
+    Raises: StorageError.
     """
-    mount = _mounts.shared_mount(str(directory.path)) if _mounts.HAS_SHARED else None
+    if not isinstance(location, Path):
+        return  # a store has no locks
+    mount = _mounts.shared_mount(str(location)) if _mounts.HAS_SHARED else None
     if mount is None or mount.where in _known:
         return
-    is_held = is_held_elsewhere(directory, name)
+    with Directory(location) as directory:
+        is_held = is_held_elsewhere(directory, LOCK_NAME)
     if is_held:
         _known.add(mount.where)
     elif is_held is False:
-        _warn(directory.path, mount, f"{mount.kind}: the coordinator's lock is free here")
+        _warn(location, mount, f"{mount.kind}: the coordinator's lock is free here")
 
 
 def _warn(path: Path, mount: _mounts.Mount, why: str) -> None:

@@ -213,9 +213,6 @@ class ObjectPlace:
         tag = None if found is None else found[1]
         return ObjectClaim(tag, save, is_conditional=is_conditional)
 
-    def check_lock(self) -> None:
-        """Does nothing: a store has no locks."""
-
     def claims(self) -> Callable[[str], ObjectClaim]:
         """Returns what a commit of each name replaces, as one listing has found it."""
         found = self.entries()

@@ -29,7 +29,7 @@ from torch_dcpx.storage.directory import (
     storage_errors,
     wrong_size,
 )
-from torch_dcpx.storage.lock_reach import check_reach, warn_of_one_node
+from torch_dcpx.storage.lock_reach import warn_of_one_node
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -169,13 +169,10 @@ class PosixPlace(Directory):
         follows. Raises as `SaveLock`.
         """
         yield SaveLock(self, LOCK_NAME, save, is_shared=rank is not None)
-        warn_of_one_node(self.path)
+        if _mounts.HAS_SHARED:
+            warn_of_one_node(self.path)
         if rank is not None:
             yield SaveLock(self, rank_lock_name(rank), save)
-
-    def check_lock(self) -> None:
-        """Warns where the coordinator's lock is not seen on this node."""
-        check_reach(self, LOCK_NAME)
 
     def claims(self) -> Callable[[str], None]:
         """Returns nothing for each name: the directory's lock keeps all others out."""

@@ -19,7 +19,7 @@ from typing import Any
 from torch_dcpx._answered_os import open_file, os
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage import flock
-from torch_dcpx.storage.directory import storage_errors
+from torch_dcpx.storage.directory import storage_error, storage_errors
 from torch_dcpx.storage.names import READERS_NAME
 from torch_dcpx.storage.object_url import is_url
 from torch_dcpx.storage.paths import AnyPath
@@ -38,13 +38,8 @@ def make_readers_file(path: Path, *, dir_fd: int | None = None) -> None:
     """
     name = path / READERS_NAME
     with storage_errors("create", name):
-        fd, _ = _made(name, dir_fd)
+        fd, _ = flock.opened(name if dir_fd is None else READERS_NAME, dir_fd=dir_fd)
         os.close(fd)
-
-
-def _made(name: Path, dir_fd: int | None) -> tuple[int, bool]:
-    """Returns the lock file, open, and made if it was not there, and whether it may write."""
-    return flock.opened(name if dir_fd is None else READERS_NAME, dir_fd=dir_fd)
 
 
 @contextmanager
@@ -115,8 +110,11 @@ def being_deleted(path: Path, *, dir_fd: int | None = None) -> Iterator[None]:
         StorageError: the lock file cannot be opened.
     """
     name = path / READERS_NAME
-    with storage_errors("open lock", name):
-        fd, is_writable = _made(name, dir_fd)
+    try:
+        place = name if dir_fd is None else READERS_NAME
+        fd, is_writable = flock.opened(place, dir_fd=dir_fd)
+    except OSError as error:
+        raise storage_error("open lock", name, error) from error
     try:
         try:
             flock.take(fd, fcntl.LOCK_EX, is_writable=is_writable)

@@ -185,7 +185,11 @@ class SaveLock:
         self.is_held = False  # False as well where the file system has no locks
         self._save = save
         self._is_shared = is_shared
-        self._fd, self._is_writable = self._open(directory, name)
+        try:
+            opened = on_stale(directory, lambda: flock.opened(name, dir_fd=directory.fd))
+            self._fd, self._is_writable = opened
+        except OSError as error:
+            raise storage_error("open lock", self.path, error) from error
         try:
             self._key = self._check_file()
         except BaseException:
@@ -205,11 +209,6 @@ class SaveLock:
         except BaseException:
             self.release()
             raise
-
-    def _open(self, directory: Directory, name: str) -> tuple[int, bool]:
-        """Returns a descriptor, and whether it can be written: another user may own the file."""
-        with storage_errors("open lock", self.path):
-            return on_stale(directory, lambda: flock.opened(name, dir_fd=directory.fd))
 
     def _check_file(self) -> _Key:
         """Returns the file's key in the table. A record goes to a file of this directory only."""

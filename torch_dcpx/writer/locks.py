@@ -34,12 +34,6 @@ class SaveLocks:
         for lock in place.locks(save, rank, is_conditional=is_conditional):
             self._locks.append(lock)
 
-    def seen_in(self, place: Place) -> Place:
-        """Returns the place, in which a rank without a lock has looked at the coordinator's."""
-        if not self._locks:
-            place.check_lock()
-        return place
-
     @property
     def last(self) -> SaveLock | ObjectClaim | None:
         """The lock that a commit needs."""

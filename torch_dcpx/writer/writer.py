@@ -304,7 +304,7 @@ class DcpxWriter(FileSystemWriter):
         split = split_items(plan.items, files_per_rank)
         option, is_coordinator = self.options.progress, self.__is_coordinator
         reports = reporting(option, str(self.path), is_coordinator=is_coordinator)
-        with self.__locks.seen_in(self.__place()) as place, reports as shown:
+        with self.__place() as place, reports as shown:
             report = self.__save.watched(shown) if self.__save else shown
             planned = list(map(planned_bytes, split.items)) if shown is not None else ()
             written = write_files(
