@@ -7,7 +7,7 @@ is not answered. So where other nodes mount a file system, by its type, each cal
 
 from __future__ import annotations
 
-import fcntl
+import fcntl as _fcntl
 import os as _os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -136,19 +136,28 @@ class _AnsweredPath:
         return getattr(_os.path, name)
 
 
+class _AnsweredFcntl:
+    """Stands for `fcntl`."""
+
+    def __init__(self, own: AnsweredOs) -> None:
+        self.flock = own._by_path(_fcntl, "flock")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_fcntl, name)
+
+
 if TYPE_CHECKING:
+    import fcntl as fcntl
     import os as os
-    from fcntl import flock as flock
 
     from torch_dcpx._descriptors import open_file as open_file
 elif not _mounts.HAS_SHARED:
     os = _os
+    fcntl = _fcntl
     open_file = _descriptors.open_file
-    flock = fcntl.flock
 else:
     os = AnsweredOs()
+    fcntl = _AnsweredFcntl(os)
 
     def open_file(path: _Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         return os.opened(_descriptors.open_file, path, flags, mode, dir_fd)
-
-    flock = os._by_path(fcntl, "flock")

@@ -6,11 +6,9 @@ It belongs to an open file description and dies with the process, however that e
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 
-from torch_dcpx._answered_os import flock as answered_flock
-from torch_dcpx._answered_os import open_file, os
+from torch_dcpx._answered_os import fcntl, open_file, os
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -48,7 +46,7 @@ def take(fd: int, kind: int, *, is_writable: bool = True) -> OSError | None:
     Raises BlockingIOError: somebody else holds it. OSError: the call failed otherwise.
     """
     try:
-        answered_flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _BUSY:
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from error
@@ -63,7 +61,7 @@ def give_back(fd: int) -> None:
     Never raises.
     """
     try:
-        answered_flock(fd, fcntl.LOCK_UN)
+        fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             logger.warning("a lock is given back by closing its file alone: %s", str(error))

@@ -8,14 +8,12 @@ a root from a holder that it has not looked at. In a store a conditional PUT doe
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from torch_dcpx._answered_os import flock as answered_flock
-from torch_dcpx._answered_os import os
+from torch_dcpx._answered_os import fcntl, os
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
 from torch_dcpx.storage.holder import Holder
@@ -226,7 +224,7 @@ def _has_locked(fd: int, directory: Directory, name: str) -> bool:
     """Takes a flock of a new file; False where the file system has none, or only says so."""
     for _ in range(_TRIES):
         try:
-            answered_flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with directory.open_regular(name) as again:
                 return _is_locked(again.fd) is True
         except OSError as error:
@@ -239,8 +237,8 @@ def _has_locked(fd: int, directory: Directory, name: str) -> bool:
 def _is_locked(fd: int) -> bool | None:
     """Returns whether somebody holds a flock of a file; None where nobody can tell."""
     try:
-        answered_flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        answered_flock(fd, fcntl.LOCK_UN)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return True if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return False
