@@ -75,7 +75,7 @@ MERMAID := build/mermaid/mermaid.min.js
 MERMAID_VERSION := 11.17.2
 MERMAID_SHA256 := 6ad2f42c3fc26bbf9e45cbb6d11898972573ea52b33a5f4ff51952899f950ffd
 
-.PHONY: help demo docs reference test test-all durations test-cpp test-torch test-frameworks test-azure test-pages rehearse-gpu azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo docs reference test test-all durations test-cpp test-torch test-frameworks test-azure test-pages test-dfs rehearse-gpu azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
@@ -86,6 +86,7 @@ help:
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
 	@echo "make test-frameworks FRAMEWORK=lightning    torchtitan, accelerate, trainer, ... (all)"
 	@echo "make test-pages              the site, and the pages of --html, in a headless Chromium (build/pages)"
+	@echo "make test-dfs DFS=cephfs,rgw GlusterFS, CephFS, MooseFS, ... with two clients (all; root, apt)"
 	@echo "make docs                    the site, in build/site (MkDocs; npm for Mermaid)"
 	@echo "make reference               options.md, cli.md, environment.md, api/ from the code"
 	@echo "make rehearse-gpu PYTHON=python3.12    tests/cuda/on_gpu.sh on the fake driver (docs/develop/gpu.md)"
@@ -213,6 +214,21 @@ test-pages: build docs $(S)/pages
 	@command -v chromium >/dev/null || $(SPEAK) bash -c "apt-get install -qq -y chromium || \
 		{ apt-get update -qq && apt-get install -qq -y chromium; }"
 	DCPX_PAGES=1 DCPX_STRICT=1 $(SPEAK) $(PY) -m pytest -n0 $(PYTEST_ARGS) tests/pages
+
+# File systems with two clients, started on this machine by root (tests/dfs). One run at a time.
+DFS ?= all
+DFS_PACKAGES := glusterfs-server ceph-mon ceph-osd ceph-mgr ceph-mds ceph-fuse ceph-common radosgw \
+	moosefs-master moosefs-chunkserver moosefs-client moosefs-cli sshfs openssh-server s3fs rclone \
+	xfsprogs btrfs-progs
+test-dfs: build
+	@[ "$$(id -u)" = 0 ] || { echo "test-dfs needs root: it mounts" >&2; exit 1; }
+	@missing="$$(for package in $(DFS_PACKAGES); do \
+			dpkg -s $$package >/dev/null 2>&1 || echo $$package; done)"; \
+		[ -z "$$missing" ] || { echo "== installing" $$missing "(once)"; \
+			export DEBIAN_FRONTEND=noninteractive; \
+			$(SPEAK) bash -c "apt-get install -qq -y --no-install-recommends $$(echo $$missing) || \
+				{ apt-get update -qq && apt-get install -qq -y --no-install-recommends $$(echo $$missing); }"; }
+	DCPX_DFS=$(DFS) DCPX_STRICT=1 $(SPEAK) $(PY) -m pytest -n0 -p no:randomly $(PYTEST_ARGS) tests/dfs
 
 # The server of az:// (tests/objects). Where it cannot be installed, the tests say what is missing.
 azurite: $(AZURITE)

@@ -6,6 +6,7 @@ Environment (set by the Makefile):
     DCPX_REQUIRE_INSTALLED=1 the tests must import an installed torch_dcpx, not this clone's
     DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
     DCPX_PAGES=1             the tests of pages in a browser (make test-pages)
+    DCPX_DFS=all             tests on file systems with several clients, or NAMES (make test-dfs)
     DCPX_NEW_PICTURES=1      draws what these are compared with anew (tests/pages/golden)
     DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
@@ -60,9 +61,12 @@ pytest_plugins = [
     "support.under_way",
 ]
 
-# What `make test-frameworks` and `make test-pages` install.
-_OWN_TARGETS = {"frameworks": "DCPX_FRAMEWORKS", "pages": "DCPX_PAGES"}
+# What `make test-frameworks`, `make test-pages` and `make test-dfs` install.
+_OWN_TARGETS = {"frameworks": "DCPX_FRAMEWORKS", "pages": "DCPX_PAGES", "dfs": "DCPX_DFS"}
 collect_ignore = [folder for folder, name in _OWN_TARGETS.items() if name not in os.environ]
+
+if "DCPX_DFS" in os.environ:
+    pytest_plugins.append("dfs.fixture")
 
 hypothesis.settings.register_profile(
     "dcpx",

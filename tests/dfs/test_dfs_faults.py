@@ -1,0 +1,168 @@
+"""Ranks, clients and servers that are lost, stopped and back while a job saves."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from dfs.fixture import REDUNDANT, TWO_CLIENTS, on
+from dfs.job import Job
+from dfs.system import System
+
+import torch_dcpx as dcpx
+
+Start = Callable[..., Job]
+TIMEOUT_S = 15.0
+
+
+@pytest.fixture
+def start(system: System, place: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts a job on a root of this test; each is ended with it."""
+    jobs: list[Job] = []
+
+    def started(**more: int) -> Job:
+        notes = tmp_path / f"job{len(jobs)}"
+        root = system.mounts[0] / place
+        fresh = not jobs
+        jobs.append(Job(system.mounts, root, notes, fresh=fresh, timeout_s=TIMEOUT_S, **more))
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.close()
+
+
+def goes_on_after(start: Start, saved: int) -> None:
+    """A new job resumes a step that is not before the last one that returned, and saves."""
+    job = start(steps=2)
+    job.wait_told((0, 1), 180)
+    for rank in (0, 1):
+        resumed = job.steps("resumed", rank)
+        assert resumed and resumed[0] >= saved, f"{resumed}, saved {saved}\n{job.output()}"
+    assert job.failures() == []
+    assert len(job.steps("saved")) == 2
+
+
+def some_time_into_a_save(job: Job, seed: int) -> None:
+    job.wait_saved(2)
+    job.wait_begun()
+    time.sleep(random.Random(seed).random() * 0.3)
+
+
+@on(*TWO_CLIENTS)
+def test_a_rank_killed_while_it_saves_fails_the_others_and_the_next_job_resumes_the_last_save(
+    start: Start, seed: int
+) -> None:
+    job = start()
+    some_time_into_a_save(job, seed)
+    job.ranks[1].kill()
+    told = job.wait_told((0,), 3 * TIMEOUT_S)
+    assert "Error" in told[0]
+    goes_on_after(start, job.steps("saved")[-1])
+
+
+@on(*TWO_CLIENTS)
+def test_a_client_that_stops_for_seconds_delays_a_save_and_fails_none(
+    system: System, start: Start, seed: int
+) -> None:
+    job = start()
+    some_time_into_a_save(job, seed)
+    with system.stopped_client(1):
+        time.sleep(3)
+    job.wait_saved(2)
+    job.finish()
+
+
+@on(*TWO_CLIENTS)
+def test_a_client_that_stops_for_ever_is_told_on_the_other_node_within_the_deadline(
+    system: System, start: Start, seed: int
+) -> None:
+    job = start()
+    some_time_into_a_save(job, seed)
+    with system.stopped_client(1):
+        told = job.wait_told((0,), TIMEOUT_S + 15)
+        assert "RankLostError" in told[0] or "StorageError" in told[0], told
+    job.wait_told((1,), 60)
+    goes_on_after(start, job.steps("saved")[-1])
+
+
+@on(*TWO_CLIENTS)
+def test_a_killed_client_fails_the_save_on_all_nodes_and_the_next_job_resumes_the_last_one(
+    system: System, start: Start, seed: int
+) -> None:
+    job = start()
+    some_time_into_a_save(job, seed)
+    system.kill_client(1)
+    try:
+        told = job.wait_told((0, 1), 3 * TIMEOUT_S)
+        assert all("Error" in one for one in told), told
+    finally:
+        system.remount(1)
+    goes_on_after(start, job.steps("saved")[-1])
+
+
+@on(*REDUNDANT)
+def test_a_server_killed_and_back_while_a_job_saves_loses_no_checkpoint(
+    system: System, start: Start, seed: int
+) -> None:
+    for part in system.parts:
+        job = start()
+        some_time_into_a_save(job, seed)
+        with system.lost(part):
+            time.sleep(3)
+        try:
+            job.wait_saved(2, 180)
+            job.finish()
+        except AssertionError:
+            if not job.failures():
+                raise
+            job.wait_told((0, 1), 60)
+        goes_on_after(start, job.steps("saved")[-1])
+
+
+@on("gluster-distributed")
+def test_nothing_goes_back_or_begins_anew_while_a_part_of_the_files_is_missing(
+    system: System, place: str
+) -> None:
+    import torch
+
+    def state(value: int) -> dict[str, object]:
+        return {f"w{n}": torch.full((1 << 16,), float(value)) for n in range(4)} | {"v": value}
+
+    root = system.mounts[0] / place
+    with dcpx.CheckpointManager(root / "six", no_dist=True) as manager:
+        for step in range(1, 7):
+            manager.save(step, state=state(step))
+        manager.wait()
+    roots = {root / "six": 6}
+    for n in range(8):
+        roots[root / f"one{n}"] = 1
+        with dcpx.CheckpointManager(root / f"one{n}", no_dist=True) as manager:
+            manager.save(1, state=state(1))
+            manager.wait()
+
+    def resumed(one: Path, *, allow_fresh: bool) -> str:
+        found = state(-1)
+        with dcpx.CheckpointManager(one, allow_fresh=allow_fresh, no_dist=True) as manager:
+            try:
+                manager.resume(state=found)
+            except dcpx.StorageError:
+                return "refused"
+        return str(found["v"])
+
+    wrong = []
+    for part in system.parts:
+        with system.lost(part):
+            time.sleep(3)  # a client keeps what it saw for a second
+            for one, newest in roots.items():
+                for allow_fresh in (False, True):
+                    took = resumed(one, allow_fresh=allow_fresh)
+                    if took not in ("refused", str(newest)):
+                        wrong.append(f"part {part}, {one.name}, {allow_fresh=}: took {took}")
+        time.sleep(3)
+        for one, newest in roots.items():
+            assert resumed(one, allow_fresh=False) == str(newest), f"{one}, all parts back"
+    assert not wrong, f"{len(wrong)} of {6 * len(roots)}:\n" + "\n".join(wrong)
