@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -56,6 +57,8 @@ class Gluster(System):
     def bring_back(self, part: str) -> None:
         _gluster("start", self.volume, "force")
         wait_for(f"brick {part}", lambda: _bricks_online(self.volume) == len(_BRICKS))
+        if not self.loses_files:  # with another brick lost before that, no good copy is left
+            wait_for(f"brick {part} to be healed", lambda: not _to_heal(self.volume))
 
     def limit(self, folder: str, nbytes: int | None) -> None:
         """Lets a directory have so many bytes; None: as many as there are."""
@@ -86,6 +89,12 @@ def _bricks_online(volume: str) -> int:
         str(node.findtext("path")).startswith("/") and node.findtext("status") == "1"
         for node in nodes
     )
+
+
+def _to_heal(volume: str) -> int:
+    """Returns how many files of a volume a brick has old, or not at all."""
+    numbers = re.findall(r"Number of entries: (\S+)", _gluster("heal", volume, "info"))
+    return sum(int(number) if number.isdigit() else 1 for number in numbers)
 
 
 def _gluster(verb: str, *arguments: str) -> str:

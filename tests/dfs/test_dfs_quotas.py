@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ def saves_until_full_and_goes_on(root: Path, limit: Limit, codes: tuple[int, ...
     assert caught.value.errno in codes, caught.value
     assert str(root) in str(caught.value)
     if caught.value.errno == errno.EDQUOT:
-        assert "free" not in str(caught.value), "the free room of the file system says nothing here"
+        # The free room of the whole file system says nothing of a quota.
+        assert not re.search(r"free \d", str(caught.value)), caught.value
     assert loaded(16) == 1
     limit(200)
     dcpx.save(state(64, 3), root / "one", no_dist=True)
@@ -71,7 +73,8 @@ def image(folder: Path, make: list[str], options: str) -> Iterator[Path]:
         new.truncate(1 << 30)
     mount.mkdir()
     run(*make, file)
-    run("mount", "-o", f"loop,{options}", file, mount)
+    if "wrong fs type" in run("mount", "-o", f"loop,{options}", file, mount, quiet=True):
+        pytest.skip(f"this kernel has no {make[0]} with {options}")
     try:
         yield mount
     finally:
@@ -105,7 +108,7 @@ def test_a_project_quota_of_xfs_ends_a_save_and_the_next_one_with_room_works(
 def test_a_small_ext4_that_is_full_ends_a_save_and_the_next_one_with_room_works(
     tmp_path: Path,
 ) -> None:
-    with image(tmp_path, ["mkfs.ext4", "-q"], "rw") as mount:
+    with image(tmp_path, ["mkfs.ext4", "-q", "-m", "0"], "rw") as mount:
         free = run("stat", "-f", "-c", "%a %S", mount).split()
 
         def limit(mib: int) -> None:

@@ -185,6 +185,16 @@ def test_the_descriptor_of_a_replaced_directory_is_stale_and_its_path_works(
     assert os.listdir(second.path / "step") == ["data"]
 
 
+def test_a_replaced_directory_can_be_missing_instead_of_stale(keeping: Clients) -> None:
+    first, second = keeping
+    second.say_gone(errno.ENOENT)
+    (first.path / "step").mkdir()
+    fd = os.open(second.path / "step", os.O_RDONLY | os.O_DIRECTORY)
+    (first.path / "step").rmdir()
+    assert error_of(opened, "data", os.O_CREAT | os.O_WRONLY, dir_fd=fd) == "ENOENT"
+    os.close(fd)
+
+
 # ---- Errors, parts that are down, requests that wait --------------------------------------------
 
 

@@ -98,6 +98,10 @@ class MountedClient:
         """Ends all that it keeps, as the end of those seconds does."""
         self.order("forget")
 
+    def say_gone(self, code: int) -> None:
+        """Sets the error of what the other client has taken away: ESTALE, or ENOENT."""
+        self.order("gone", code=code)
+
     def fail(
         self,
         operations: str,

@@ -12,8 +12,12 @@ _SMALL_BYTES = 1 << 16  # files whose contents are kept with their attributes
 
 
 class GoneError(OSError):
+    """What another client has taken away: ESTALE, or `code` of other file systems."""
+
+    code = errno.ESTALE
+
     def __init__(self) -> None:
-        super().__init__(errno.ESTALE, "another client took it away")
+        super().__init__(self.code, "another client took it away")
 
 
 class Node:
