@@ -58,6 +58,7 @@ class Ceph(System):
     packages = ("ceph-mon", "ceph-osd", "ceph-mgr", "ceph-mds", "ceph-fuse", "radosgw")
     programs = ("ceph-mon", "ceph-osd", "ceph-mgr", "ceph-mds", "ceph-fuse")
     parts = ("osd.0", "osd.1", "mds.a")
+    left_lock_s = 300  # session_autoclose
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -17,6 +17,7 @@ class Moose(System):
     packages = ("moosefs-master", "moosefs-chunkserver", "moosefs-client", "moosefs-cli")
     programs = ("mfsmaster", "mfschunkserver", "mfsmount")
     parts = ("chunks1", "chunks2", "master")
+    left_lock_s = 60  # SESSION_SUSTAIN_TIME; a day where nobody sets it
 
     def start(self) -> None:
         run("ip", "address", "replace", f"{_ADDRESS}/32", "dev", "lo")
@@ -25,8 +26,12 @@ class Moose(System):
         exports = self.folder / "exports"
         exports.write_text("* / rw,alldirs,admin,maproot=0:0\n* . rw\n")
         (self.folder / "master" / "metadata.mfs").write_text("MFSM NEW")
+        kept = f"SESSION_SUSTAIN_TIME = {self.left_lock_s}\n"
         hosts = "".join(f"MATO{to}_LISTEN_HOST = {_ADDRESS}\n" for to in ("ML", "CS", "CL"))
-        self._configure("master", f"EXPORTS_FILENAME = {exports}\n{hosts}")
+        self._configure(
+            "master",
+            f"EXPORTS_FILENAME = {exports}\n{kept}{hosts}",
+        )
         for n in "12":
             disks = self.folder / f"disks{n}"
             disks.write_text(f"{self.folder}/disk{n}\n")

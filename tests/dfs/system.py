@@ -27,6 +27,7 @@ class System:
         parts: servers of it that `lose` can kill and `bring_back` starts again.
         loses_files: whether what lies on a lost part is missing until it is back.
         has_locks: whether a client sees the locks of another one.
+        left_lock_s: seconds after which the lock of a killed client is free.
         late_s: seconds after which a client sees what another one did.
     """
 
@@ -37,6 +38,7 @@ class System:
     loses_files = False
     has_locks = True
     late_s = 2.0
+    left_lock_s = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

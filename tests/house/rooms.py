@@ -69,6 +69,7 @@ OTHER_TESTS = {
     "bench",
     "cpp",
     "cuda",
+    "dfs",
     "fake_cuda",
     "faults",
     "frameworks",
