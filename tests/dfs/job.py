@@ -49,7 +49,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": f"{_TESTS.parent}:{_TESTS}",
+            "PYTHONPATH": f"{_TESTS}:{os.environ.get('PYTHONPATH', '')}",
             "DFS_MOUNTS": ":".join(map(str, mounts)), "DFS_TIMEOUT_S": str(seconds(timeout_s)),
         }  # fmt: skip
         if fresh:
