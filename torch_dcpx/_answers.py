@@ -7,8 +7,8 @@ takes no signal. So the call runs on a thread of ours, and the caller waits for 
 2. Beneath it `answered` runs one call. Its caller can be interrupted at any time, by Ctrl-C too.
 3. At the bound it raises StorageError (ETIMEDOUT). The thread is left behind, one log line an
    operation says so, and what the call returns later is discarded.
-4. From then on each call of the operation waits for `_LAST_S` at most: what tidies up after the
-   error is not to wait as long again. The next answer ends that.
+4. From then on the calls of the operation together wait for half of the margin: what tidies up
+   comes before other ranks learn of the error. The next answer ends that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from torch_dcpx._last_jobs import ANSWER_THREAD
@@ -32,8 +32,10 @@ logger = logging.getLogger("torch_dcpx")
 
 R = TypeVar("R")
 
-_LAST_S = 2.0
-_LOOK_S = 0.1
+_LEAST_S = 0.1  # for a call behind one without an answer
+_SLICE_S = 0.2
+_LOOK_S = 5.0  # between looks whether bytes of a call move
+_IDLE_S = 2.0  # then a thread without calls ends
 _MOST_MARGIN_S = 10.0  # in which other ranks learn of the error, before they miss this rank
 
 
@@ -48,37 +50,32 @@ class StorageTimeout:
             option: the name of the user's option that says so, for messages.
         """
         self.timeout_s, self.option = timeout_s, option
-        self._margin_s = min(timeout_s / 4, _MOST_MARGIN_S)
-        self._silent_since: float | None = None
+        self._gave_up_at: float | None = None
         self._is_logged = False
 
     @property
     def wait_s(self) -> float:
         """Seconds that the next call waits without any progress."""
-        if self._silent_since is not None:
-            return min(_LAST_S, self._margin_s / 4)
-        return min(self.timeout_s - self._margin_s, threading.TIMEOUT_MAX)
+        margin_s, gave_up_at = min(self.timeout_s / 4, _MOST_MARGIN_S), self._gave_up_at
+        if gave_up_at is not None:
+            return max(gave_up_at + margin_s / 2 - time.monotonic(), _LEAST_S)
+        return min(self.timeout_s - margin_s, threading.TIMEOUT_MAX)
 
     def note_answer(self) -> None:
         """Notes that the storage answers."""
-        self._silent_since = None
+        self._gave_up_at = None
 
     def error(self, what: str, path: str, waited_s: float) -> StorageError:
         """Returns the error of a call without an answer, and notes that there was none.
 
         Args:
             what: verb and object, such as "open '/ckpt/.metadata'".
-            waited_s: for this call; the text counts from the first one without an answer.
         """
-        now = time.monotonic()
-        if self._silent_since is None:
-            self._silent_since = now - waited_s
-        waited_s = now - self._silent_since
+        if self._gave_up_at is None:
+            self._gave_up_at = time.monotonic()
+        bound = f"{self.option}={self.timeout_s:.4g} bounds the wait"
         return StorageError(
-            f"{what}: no answer for {waited_s:.0f} s; {self.option}={self.timeout_s:g} bounds the "
-            "wait",
-            errno=errno.ETIMEDOUT,
-            path=path,
+            f"{what}: no answer for {waited_s:.0f} s; {bound}", errno=errno.ETIMEDOUT, path=path
         )
 
     def log_left(self, what: str, waited_s: float) -> None:
@@ -90,12 +87,17 @@ class StorageTimeout:
             )
 
 
-_timeout: ContextVar[StorageTimeout | None] = ContextVar("dcpx_storage_timeout", default=None)
+# Of the operation that runs here. A border on the way of every save and load sets it by itself:
+# `wait_at_most` costs calls.
+BOUND: ContextVar[StorageTimeout | None] = ContextVar("dcpx_bound", default=None)
 
 
-def current_timeout() -> StorageTimeout:
-    """Returns the bound of the operation that runs here; without one, that of a load's default."""
-    return _timeout.get() or StorageTimeout(ReadOptions.load_timeout_s, "load_timeout_s")
+def current_timeout(otherwise: StorageTimeout | None = None) -> StorageTimeout:
+    """Returns the bound of the operation that runs here. Without one that is `otherwise`, or what
+    the environment sets for loads.
+    """
+    found = BOUND.get() or otherwise
+    return found or StorageTimeout(ReadOptions().load_timeout_s, "load_timeout_s")
 
 
 @contextmanager
@@ -104,11 +106,11 @@ def wait_at_most(timeout: StorageTimeout) -> Iterator[None]:
 
     A thread begins without one: who starts it hands `current_timeout()` over.
     """
-    token = _timeout.set(timeout)
+    before = BOUND.set(timeout)
     try:
         yield
     finally:
-        _timeout.reset(token)
+        BOUND.reset(before)
 
 
 class Answer(Generic[R]):
@@ -142,7 +144,15 @@ class Answer(Generic[R]):
 
     def wait(self, seconds: float) -> bool:
         """Returns whether it comes within so many seconds. Signals are handled meanwhile."""
-        return self._has_come.acquire(timeout=max(seconds, 0.0))
+        until = time.monotonic() + seconds
+        while True:
+            left_s = max(until - time.monotonic(), 0.0)
+            # In slices: a signal that comes just before the wait does not interrupt it.
+            if self._has_come.acquire(timeout=min(left_s, _SLICE_S)):
+                self._has_come.release()
+                return True
+            if not left_s:
+                return False
 
     def taken(self) -> R:
         """Returns or raises it. REQUIRES: it has come."""
@@ -157,7 +167,7 @@ class Answer(Generic[R]):
 
 
 class _Worker:
-    """A thread that makes one call at a time."""
+    """A thread that makes one call at a time, and ends when there are none."""
 
     def __init__(self) -> None:
         self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -167,7 +177,16 @@ class _Worker:
     def _run(self) -> None:
         _here.is_worker = True
         while True:
-            self.calls.get()()
+            try:
+                call = self.calls.get(timeout=_IDLE_S)
+            except Empty:
+                try:
+                    _idle.remove(self)
+                except ValueError:
+                    continue  # somebody has just taken it
+                return
+            call()
+            del call  # it holds what it has brought
             _idle.append(self)
 
 
@@ -192,7 +211,11 @@ def _worker() -> _Worker:
 
 
 def answered(
-    call: Callable[[], R], what: str, path: str, discard: Callable[[R], object] | None = None
+    call: Callable[[], R],
+    what: str,
+    path: str,
+    discard: Callable[[R], object] | None = None,
+    moved_at: Callable[[], float] | None = None,
 ) -> R:
     """Returns what `call` returns, or raises what it raises, if it does within the bound.
 
@@ -202,30 +225,12 @@ def answered(
         path: of the file or object.
         discard: is called, on that thread, with a result that comes too late, such as a descriptor
             that is to be closed. Default None: it is only dropped.
+        moved_at: returns when bytes of such calls have last moved, by `time.monotonic()`: from then
+            on the bound counts. Default None: from the call.
 
     Raises:
         StorageError: ETIMEDOUT, no answer within the bound of this operation.
     """
-    return _answered(call, what, path, discard, None)
-
-
-def moving(call: Callable[[], R], what: str, path: str, moved: Callable[[], object]) -> R:
-    """As `answered`, of a call that lasts as long as there is something to move.
-
-    Args:
-        moved: is called ten times a second on this thread; the bound is on how long it returns the
-            same. What it raises ends the wait.
-    """
-    return _answered(call, what, path, None, moved)
-
-
-def _answered(
-    call: Callable[[], R],
-    what: str,
-    path: str,
-    discard: Callable[[R], object] | None,
-    moved: Callable[[], object] | None,
-) -> R:
     if getattr(_here, "is_worker", False):
         return call()  # another thread waits for this one
     timeout = current_timeout()
@@ -237,10 +242,7 @@ def _answered(
         except RuntimeError:  # no thread is left, or the interpreter ends
             return call()
         worker.calls.put(lambda: _make(call, answer, what, discard))
-        if moved is None:
-            has_come = answer.wait(timeout.wait_s) or not answer.leave()
-        else:
-            has_come = _comes(answer, timeout, moved) or not answer.leave()
+        has_come = _comes(answer, timeout, began, moved_at) or not answer.leave()
     except BaseException:
         if not answer.leave() and discard is not None:
             discard(answer.taken())
@@ -248,23 +250,26 @@ def _answered(
     if has_come:
         timeout.note_answer()
         return answer.taken()
-    waited_s = time.monotonic() - began if moved is None else timeout.wait_s
+    waited_s = time.monotonic() - began
     timeout.log_left(what, waited_s)
     raise timeout.error(what, path, waited_s)
 
 
-def _comes(answer: Answer[R], timeout: StorageTimeout, moved: Callable[[], object]) -> bool:
-    """Returns whether an answer comes before nothing has moved for as long as the bound."""
-    state, since = moved(), time.monotonic()
-    while not answer.wait(_LOOK_S):
-        last, state = state, moved()
-        now = time.monotonic()
-        if state != last:
-            since = now
-            timeout.note_answer()
-        elif now - since >= timeout.wait_s:
-            return False
-    return True
+def _comes(
+    answer: Answer[Any],
+    timeout: StorageTimeout,
+    began: float,
+    moved_at: Callable[[], float] | None,
+) -> bool:
+    """Returns whether the answer comes within the bound."""
+    if moved_at is None:
+        return answer.wait(timeout.wait_s)
+    since = began
+    while (left_s := since + timeout.wait_s - time.monotonic()) > 0:
+        if answer.wait(min(left_s, _LOOK_S, timeout.wait_s / 4)):
+            return True
+        since = max(since, moved_at())
+    return False
 
 
 def _make(
