@@ -17,10 +17,9 @@ from torch_dcpx._answers import answered
 
 _Path = Any  # as os takes it: a name, or a descriptor
 
-_BY_PATH = (
-    *("access", "fsync", "fdatasync", "fstat", "ftruncate", "listdir", "lseek", "lstat", "mkdir"),
-    *("pread", "pwrite", "readlink", "rmdir", "stat", "statvfs", "unlink", "write"),
-)
+_BY_NAME = ("access", "lstat", "mkdir", "readlink", "rmdir", "stat", "unlink")
+_BY_FILE = ("fdatasync", "fsync", "fstat", "ftruncate", "lseek", "pread", "pwrite", "write")
+_BY_PATH = (*_BY_NAME, *_BY_FILE, "listdir", "statvfs")
 _BY_TWO_PATHS = ("link", "rename", "replace")
 _OF_PATH = ("exists", "isdir", "isfile", "islink", "lexists", "realpath")
 

@@ -51,6 +51,7 @@ class StorageTimeout:
         """
         self.timeout_s, self.option = timeout_s, option
         self._gave_up_at: float | None = None
+        self._silent_since = 0.0
         self._is_logged = False
 
     @property
@@ -70,9 +71,12 @@ class StorageTimeout:
 
         Args:
             what: verb and object, such as "open '/ckpt/.metadata'".
+            waited_s: for this call; the text counts from the first one without an answer.
         """
+        now = time.monotonic()
         if self._gave_up_at is None:
-            self._gave_up_at = time.monotonic()
+            self._gave_up_at, self._silent_since = now, now - waited_s
+        waited_s = now - self._silent_since
         bound = f"{self.option}={self.timeout_s:.4g} bounds the wait"
         return StorageError(
             f"{what}: no answer for {waited_s:.0f} s; {bound}", errno=errno.ETIMEDOUT, path=path

@@ -46,9 +46,10 @@ def test_operations_on_a_mount_without_answers_raise_go_on_or_are_interrupted(
     mount: tuple[Path, int],
 ) -> None:
     where, daemon = mount
+    path = f"{WORKER.parents[1]}:{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(
         [sys.executable, WORKER, where, str(daemon)],
-        env={**os.environ, "PYTHONPATH": f"{WORKER.parents[1]}:{os.environ.get('PYTHONPATH', '')}"},
+        env={**os.environ, "PYTHONPATH": path, "DCPX_EXIT_TIMEOUT_S": "5"},
         capture_output=True,
         text=True,
         timeout=seconds(300),

@@ -10,11 +10,12 @@ answer. So the call is made on a thread that can be left behind. What it uses li
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch_dcpx._answers import moving
+from torch_dcpx._answers import answered
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage.directory import Directory, remove_leftover
@@ -30,10 +31,8 @@ class _AnsweredJob:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
 
-    def _run(
-        self, verb: str, call: Callable[[], Any], told: Callable[[], object] | None = None
-    ) -> Any:
-        """Returns what `call` returns. `told` is called on this thread meanwhile."""
+    def _run(self, verb: str, call: Callable[[], Any]) -> Any:
+        """Returns what `call` returns. The bound is on how long nothing moves."""
 
         def run() -> Any:
             try:
@@ -43,24 +42,35 @@ class _AnsweredJob:
                 if self._has_left:
                     self._end()
 
-        def moved() -> object:
-            if told is not None:
-                told()
-            return self._moved()
+        state, since = self._moved(), time.monotonic()
+
+        def moved_at() -> float:
+            nonlocal state, since
+            found = self._moved()
+            if found != state:
+                state, since = found, time.monotonic()
+            return since
 
         self._is_running = True
+        path = str(self._path)
         try:
-            return moving(run, f"{verb} '{self._path}'", str(self._path), moved)
+            return answered(run, f"{verb} '{path}'", path, moved_at=moved_at)
         except BaseException:
             self._has_left = True
             if self._is_running:
                 self._leave()
             raise
 
-    def _stop_if_left(self, *_: object) -> None:
-        """Ends a call by its hook, once its caller has left."""
-        if self._has_left:
-            raise StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
+    def _telling(self, progress: Callable[..., object] | None) -> Callable[..., None]:
+        """Returns a hook that ends the call once its caller has left. It calls `progress`."""
+
+        def tell(*counts: int) -> None:
+            if self._has_left:
+                raise StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
+            if progress is not None:
+                progress(*counts)
+
+        return tell
 
     def _moved(self) -> object:
         """Returns what differs once something has moved."""
@@ -77,16 +87,9 @@ class AnsweredWriteJob(_AnsweredJob):
     """Stands for a `WriteJob` of a directory."""
 
     def write(self, *args: Any, progress: Callable[[int], object] | None, **kwargs: Any) -> Any:
-        """As `WriteJob.write`."""
-
-        def told() -> None:
-            if progress is not None:
-                progress(self._job.report()["done_bytes"])
-
-        def call() -> Any:
-            return self._job.write(*args, progress=self._stop_if_left, **kwargs)
-
-        return self._run("write to", call, told)
+        """As `WriteJob.write`; `progress` is called on another thread."""
+        tell = self._telling(progress)
+        return self._run("write to", lambda: self._job.write(*args, progress=tell, **kwargs))
 
     def _moved(self) -> object:
         report = self._job.report()
@@ -151,13 +154,8 @@ class AnsweredVerifyJob(_AnsweredJob):
         return self._run("look into", lambda: self._job.add_foreign(*args))
 
     def sum(self, progress: Callable[[int, int], None] | None = None) -> Any:
-        """As `VerifyJob.sum`."""
-
-        def told() -> None:
-            if progress is not None:
-                progress(self._job.done_bytes, self._job.total_bytes)
-
-        return self._run("read", lambda: self._job.sum(self._stop_if_left), told)
+        """As `VerifyJob.sum`; `progress` is called on another thread."""
+        return self._run("read", lambda: self._job.sum(self._telling(progress)))
 
     def _moved(self) -> object:
         return self._job.done_bytes

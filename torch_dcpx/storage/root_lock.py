@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx._answers import BOUND, StorageTimeout, wait_at_most
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.errors import ConcurrentSaveError, StorageError
 from torch_dcpx.storage.holder import Holder, now_text
@@ -60,15 +60,14 @@ class _Held:
         self._thread = threading.Thread(target=self._keep, name="dcpx-root", daemon=True)
 
     def begin_to_renew(self) -> None:
-        """Starts the thread. Not under `_guard`: the new one may collect a manager before it says
-        that it has begun.
-        """
+        """Starts the thread. Not under `_guard`: the new one may collect a manager at once."""
         try:
             self._thread.start()
         except RuntimeError as error:  # the interpreter ends
             logger.warning("no thread to renew the lock of '%s': %s", self.path, error)
 
     def _keep(self) -> None:
+        BOUND.set(StorageTimeout(_GONE_S, "renewal_s"))  # of this thread
         has_warned = False
         while self._waits():
             if _is_taken_out(self):
@@ -373,14 +372,14 @@ def _end_collected() -> None:
 
 
 def end_all(deadline: Deadline, *, gives_back: bool) -> None:
-    """Ends the threads as the interpreter ends, and gives the roots back if nothing saves there."""
+    """Ends the threads as the interpreter ends; gives the roots back if nothing saves there."""
     for held in [*_held.values(), *_over]:
         held.stop(deadline)
-    with wait_at_most(StorageTimeout(min(deadline.remaining_s, _JOIN_S), "the end")):
+    with wait_at_most(StorageTimeout(max(deadline.remaining_s, 2.0), "DCPX_EXIT_TIMEOUT_S")):
         _end_collected()
-        for key, held in list(_held.items()) if gives_back else ():
+        for held in list(_held.values()) if gives_back else ():
             with _guard.held():
-                _forget(key, held)
+                _forget(held.record.key, held)
             held.end()
 
 
