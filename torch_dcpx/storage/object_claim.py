@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Literal
 
-from torch_dcpx.errors import CorruptionError
+from torch_dcpx.errors import ConcurrentSaveError, CorruptionError
 from torch_dcpx.storage.object_store import Bucket, StoredObject
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -57,3 +58,12 @@ class ObjectClaim:
 
     def release(self, *, has_ended_well: bool = False) -> None:
         """Does nothing."""
+
+
+def concurrent(url: ObjectUrl, why: str) -> ConcurrentSaveError:
+    return ConcurrentSaveError(
+        f"another save has committed to '{url}' since this one began ({why}): nothing of this one "
+        "is published; save to another prefix, or one after the other",
+        errno=errno.EWOULDBLOCK,
+        path=str(url),
+    )

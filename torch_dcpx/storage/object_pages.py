@@ -109,7 +109,7 @@ def _s3_pages(bucket: Bucket, begin: str) -> Iterator[_Entry]:
 
 def _signed(bucket: Bucket, endpoint: str | None, path: str, more: dict[str, Any]) -> str:
     obstore = importlib.import_module("obstore")
-    store = opened(bucket.scheme, bucket.name, endpoint, more)
+    store = opened(bucket.scheme, bucket.name, endpoint, {}, more)
     return str(obstore.sign(store, "GET", path, _VALID))
 
 

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch_dcpx._answers import StorageTimeout, current_timeout
 from torch_dcpx._native import _C
 from torch_dcpx.errors import CorruptionError, DcpxError, OutcomeUnknownError, StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.directory import MAX_METADATA_BYTES, Buffer, is_size, wrong_size
 from torch_dcpx.storage.names import METADATA_NAME, Look, metadata_name
-from torch_dcpx.storage.object_claim import ObjectClaim, SmallObject
+from torch_dcpx.storage.object_claim import ObjectClaim, SmallObject, concurrent
 from torch_dcpx.storage.object_errors import ANSWERS, REFUSED
 from torch_dcpx.storage.object_listing import ListedObject
-from torch_dcpx.storage.object_store import bucket_of, concurrent
+from torch_dcpx.storage.object_reads import ObjectReads
+from torch_dcpx.storage.object_store import bucket_of
 from torch_dcpx.storage.object_uploads import Uploads, part_bytes_for, upload_slot_bytes
 from torch_dcpx.storage.object_url import ObjectUrl
 
@@ -261,13 +263,18 @@ class ObjectPlace:
             if found == "same" and has_answers and is_last:
                 claim.set_unsure(False)
                 raise error
+            if error.errno == errno.ETIMEDOUT:  # the bound of the operation
+                raise self._unknown(name, error) from error
             time.sleep(_COMMIT_PAUSE_S)
         else:
-            raise OutcomeUnknownError(
-                f"commit '{self.path / name}': its outcome is unknown: {error}. What is there is "
-                "the previous checkpoint or this one, whole"
-            ) from error
+            raise self._unknown(name, error) from error
         claim.set_unsure(False)
+
+    def _unknown(self, name: str, error: StorageError | None) -> OutcomeUnknownError:
+        return OutcomeUnknownError(
+            f"commit '{self.path / name}': its outcome is unknown: {error}. What is there is the "
+            "previous checkpoint or this one, whole"
+        )
 
     def _attempt(
         self, name: str, pieces: Sequence[Buffer], claim: ObjectClaim
@@ -330,9 +337,15 @@ class ObjectPlace:
         """
         memory_bytes = options.resolved_upload_bytes()
         slot_bytes = upload_slot_bytes(options.slot_bytes, memory_bytes)
-        part_bytes = part_bytes_for(max(planned_bytes, default=0), memory_bytes, slot_bytes)
+        part_bytes = part_bytes_for(
+            max(planned_bytes, default=0),
+            memory_bytes,
+            slot_bytes,
+            is_slow=self.bucket.link.sending.is_slow,
+        )
         counters: dict[str, int] = {}
-        uploads = Uploads(self.bucket, self.path.key, job, names, part_bytes, timeline)
+        timeout = current_timeout(StorageTimeout(options.save_timeout_s, "save_timeout_s"))
+        uploads = Uploads(self.bucket, self.path.key, job, names, part_bytes, timeline, timeout)
         try:
             yield counters
             counters["engine_ns"] = uploads.wait(poll)
@@ -354,7 +367,7 @@ class ObjectPlace:
         """
         answers = options.host_memory_bytes // options.slot_bytes
         return _C.ReadJob(
-            objects=_Reads(self),
+            objects=self._reads(options),
             dir_path=os.fsencode(self.path),
             workers=min(options.workers or _MAX_READERS, answers),
             slot_bytes=options.slot_bytes,
@@ -362,12 +375,16 @@ class ObjectPlace:
             max_slots=max(answers // 2, 1),
         )
 
+    def _reads(self, options: ReadOptions) -> ObjectReads:
+        timeout = current_timeout(StorageTimeout(options.load_timeout_s, "load_timeout_s"))
+        return ObjectReads(self.bucket, self.path, timeout)
+
     def verify_job(self, options: ReadOptions) -> _C.VerifyJob:
         """Returns a job that verifies these objects. Answers are its slots."""
         slot_bytes = summed_slot_bytes(options)
         answers = max(1, options.host_memory_bytes // slot_bytes)
         return _C.VerifyJob(
-            objects=_Reads(self),
+            objects=self._reads(options),
             dir_path=os.fsencode(self.path),
             workers=min(options.workers or _MAX_READERS, answers),
             slot_bytes=slot_bytes,
@@ -377,16 +394,3 @@ class ObjectPlace:
 def summed_slot_bytes(options: ReadOptions) -> int:
     """Returns the slots of a job that verifies: a power of two, from 256 KiB on."""
     return max(_MIN_SUMMED_BYTES, 1 << (options.slot_bytes.bit_length() - 1))
-
-
-class _Reads:
-    """Answers what C++ asks for: see csrc/dcp/python_objects.h."""
-
-    def __init__(self, place: ObjectPlace) -> None:
-        self._bucket, self._place = place.bucket, place
-
-    def look(self, name: str, nbytes: int) -> tuple[int, str, Any]:
-        return tuple(self._bucket.get_end(self._place.key(name), nbytes))
-
-    def read(self, name: str, tag: str, begin: int, end: int) -> Any:
-        return self._bucket.get_range(self._place.key(name), tag, begin, end)

@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any, NamedTuple
 
-from torch_dcpx.errors import StorageError
+from torch_dcpx.errors import StorageError, UnsupportedError
 
 
 class Service(NamedTuple):
@@ -58,23 +58,36 @@ SERVICES = {
 }
 
 
+def import_obstore() -> Any:
+    """Returns the package. Raises UnsupportedError where it is not installed."""
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as error:
+        raise UnsupportedError(
+            "URLs of stores need obstore, which is not installed: pip install obstore"
+        ) from error
+
+
 def settings_of(scheme: str) -> list[tuple[str, str]]:
     """Returns the environment variables that obstore may read for a store of this kind."""
     begins = SERVICES[scheme].variables
     return sorted(item for item in os.environ.items() if item[0].startswith(begins))
 
 
-def opened(scheme: str, name: str, endpoint: str | None, more: dict[str, Any]) -> Any:
+def opened(
+    scheme: str, name: str, endpoint: str | None, client: dict[str, str], more: dict[str, Any]
+) -> Any:
     """Returns obstore's store of one bucket.
 
     Args:
         endpoint: its URL; None: as obstore finds it.
+        client: settings of its HTTP client.
         more: arguments of obstore's class.
 
     Raises StorageError: the endpoint is no URL, of which obstore would panic.
     """
     service = SERVICES[scheme]
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"client_options": client}
     if endpoint is not None:
         settings["endpoint"] = endpoint
         if "AWS_ENDPOINT_URL_S3" in os.environ and scheme == "s3":  # else it comes first
@@ -90,7 +103,7 @@ def opened(scheme: str, name: str, endpoint: str | None, more: dict[str, Any]) -
             errno=errno.EINVAL,
         )
     if given.startswith("http://"):
-        settings["client_options"] = {"allow_http": True}
+        settings["client_options"] = {**client, "allow_http": True}
     opener = getattr(importlib.import_module("obstore.store"), service.opener)
     return opener(name, **settings, **more)
 

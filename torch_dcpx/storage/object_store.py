@@ -1,7 +1,9 @@
 """One bucket through obstore: requests, their errors as ours, and what the store can do.
 
-obstore signs, retries with backoff (10 times, in 3 minutes at most) and times out (30 s a request).
-Payloads are not signed: it takes two thirds of the speed, and every block has a checksum of ours.
+obstore signs, and retries with backoff (10 times, in 3 minutes at most) what did not move for 30 s.
+Its calls take no signal and know no deadline of ours: they run on threads of `_answers`; uploads of
+large objects, in `object_stream`, can be ended. Payloads are not signed: it takes two thirds of the
+speed, and every block has a checksum of ours.
 """
 
 from __future__ import annotations
@@ -13,16 +15,24 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import PurePosixPath
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
-from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
+from torch_dcpx._answers import answered
+from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_conditions import Conditions
 from torch_dcpx.storage.object_errors import said
+from torch_dcpx.storage.object_link import Link
 from torch_dcpx.storage.object_listing import Listing, listing_of, tag_of
-from torch_dcpx.storage.object_services import SERVICES, opened, settings_of
+from torch_dcpx.storage.object_services import (
+    SERVICES,
+    import_obstore,
+    opened,
+    settings_of,
+)
 from torch_dcpx.storage.object_url import ObjectUrl
 
 logger = logging.getLogger("torch_dcpx")
@@ -32,6 +42,7 @@ _T = TypeVar("_T")
 _TRIES = 3  # of what may be repeated
 _PAUSE_S = 0.5
 _MAX_REPEATED_S = 60.0  # obstore's own attempts may have taken minutes
+_SMALL_BYTES = 1 << 20  # sent within 30 s by any link
 WHOLE_BYTES = 8 << 20  # an object of metadata up to here is read by one request
 
 
@@ -41,16 +52,6 @@ class StoredObject(NamedTuple):
     nbytes: int
     tag: str  # its ETag: another one is another object
     body: Any  # a buffer with the bytes that were asked for
-
-
-def import_obstore() -> Any:
-    """Returns the package. Raises UnsupportedError where it is not installed."""
-    try:
-        return importlib.import_module("obstore")
-    except ImportError as error:
-        raise UnsupportedError(
-            "URLs of stores need obstore, which is not installed: pip install obstore"
-        ) from error
 
 
 _guard = Lock()
@@ -100,8 +101,19 @@ class Bucket:
         self._obstore = import_obstore()
         importlib.import_module("obstore.exceptions")
         with self.errors("open", ""):
-            self.store = opened(scheme, name, endpoint, _CLIENT)
+            self.store = opened(scheme, name, endpoint, _MOVING, _CLIENT)
         self._conditions = Conditions(self, self._service.unknown_tag)
+        self.link = Link()
+
+    @cached_property
+    def uploader(self) -> Any:
+        """As `store`, for requests that may send for longer than a store may be silent."""
+        with self.errors("open", ""):
+            return opened(self.scheme, self.name, self.endpoint, _SENDING, _CLIENT)
+
+    def _sender(self, nbytes: int) -> Any:
+        """Returns the store for a request that sends so much."""
+        return self.store if nbytes <= _SMALL_BYTES else self.uploader
 
     def url(self, key: str) -> str:
         return f"{self.scheme}://{self.name}/{key}"
@@ -141,7 +153,7 @@ class Bucket:
         for tries_left in reversed(range(_TRIES)):
             try:
                 with self.errors(verb, key, offset=offset, nbytes=nbytes):
-                    return call()
+                    return self._answered(verb, key, call)
             except StorageError as error:
                 is_late = time.monotonic() - began > _MAX_REPEATED_S
                 if error.errno != errno.EIO or is_late or not tries_left:
@@ -150,14 +162,20 @@ class Bucket:
             time.sleep(_PAUSE_S)
         raise AssertionError("unreachable")
 
+    def _answered(self, verb: str, key: str, call: Callable[[], _T]) -> _T:
+        """Returns what a request returns, within the bound of the operation that runs here."""
+        url = self.url(key)
+        return answered(call, f"{verb} '{url}'", url, moved_at=self.link.moved_at)
+
     def get(self, key: str) -> StoredObject:
         """Returns a whole object; one of more than WHOLE_BYTES without its body."""
 
         def call() -> StoredObject:
             answer = self._obstore.get(self.store, key)
             meta = answer.meta
-            body = answer.bytes() if meta["size"] <= WHOLE_BYTES else None
-            return StoredObject(meta["size"], tag_of(meta, self.url(key)), body)
+            size = meta["size"]
+            body = self._body(answer, key, 0, size) if size <= WHOLE_BYTES else None
+            return StoredObject(size, tag_of(meta, self.url(key)), body)
 
         return self._repeated("get", key, call)
 
@@ -165,25 +183,40 @@ class Bucket:
         """Returns the last bytes of an object, or all of a shorter one."""
 
         def call() -> StoredObject:
+            options: dict[str, Any] = {"range": {"suffix": nbytes}}
             if not self._service.has_suffixes:
                 meta = self._obstore.head(self.store, key)
                 size, tag = meta["size"], tag_of(meta, self.url(key))
                 if not size:
                     return StoredObject(0, tag, b"")  # which has no range
                 options = {"range": (max(size - nbytes, 0), size), "if_match": tag}
-                answer = self._obstore.get(self.store, key, options=options)
-                return StoredObject(size, tag, answer.bytes())
             try:
-                answer = self._obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+                answer = self._obstore.get(self.store, key, options=options)
             except self._obstore.exceptions.GenericError:
                 meta = self._obstore.head(self.store, key)
                 if meta["size"] > 0:
                     raise
-                return StoredObject(0, tag_of(meta, self.url(key)), b"")  # which has no range
+                return StoredObject(0, tag_of(meta, self.url(key)), b"")
             meta = answer.meta
-            return StoredObject(meta["size"], tag_of(meta, self.url(key)), answer.bytes())
+            size = meta["size"]
+            body = self._body(answer, key, max(size - nbytes, 0), size)
+            return StoredObject(size, tag_of(meta, self.url(key)), body)
 
         return self._repeated("get", key, call)
+
+    def _body(self, answer: Any, key: str, begin: int, end: int) -> Any:
+        """Returns the bytes of an answer. Raises StorageError, EIO: not those that were wanted."""
+        body, nbytes = answer.bytes(), end - begin
+        if len(body) == nbytes and tuple(answer.range) == (begin, end):
+            return body
+        raise StorageError(
+            f"get {nbytes} B at offset {begin} of '{self.url(key)}': the answer has {len(body)} B "
+            f"at offset {answer.range[0]}",
+            errno=errno.EIO,
+            path=self.url(key),
+            offset=begin,
+            nbytes=nbytes,
+        )
 
     def get_begin(self, key: str, nbytes: int) -> StoredObject:
         """Returns the first bytes of an object, or all of a shorter one."""
@@ -201,17 +234,7 @@ class Bucket:
         options = {"range": (begin, end), "if_match": tag}
 
         def call() -> Any:
-            body = self._obstore.get(self.store, key, options=options).bytes()
-            if len(body) == nbytes:
-                return body
-            raise StorageError(
-                f"get {nbytes} B at offset {begin} of '{self.url(key)}': the answer has "
-                f"{len(body)} B",
-                errno=errno.EIO,
-                path=self.url(key),
-                offset=begin,
-                nbytes=nbytes,
-            )
+            return self._body(self._obstore.get(self.store, key, options=options), key, begin, end)
 
         return self._repeated("get", key, call, offset=begin, nbytes=nbytes)
 
@@ -229,8 +252,14 @@ class Bucket:
 
     def put(self, key: str, pieces: Iterable[Any]) -> None:
         """Puts an object by one request."""
+        kept = list(pieces)
+        store = self._sender(sum(memoryview(piece).nbytes for piece in kept))
+
+        def call() -> None:
+            self._obstore.put(store, key, iter(kept), use_multipart=False)
+
         with self.errors("put", key):
-            self._obstore.put(self.store, key, iter(pieces), use_multipart=False)
+            self._answered("put", key, call)
 
     def put_again(self, key: str, body: bytes, mode: Any = "overwrite") -> None:
         """Puts a small object by obstore's `mode`, whatever is there; the request may be made
@@ -262,18 +291,6 @@ class Bucket:
         except StorageError as error:
             logger.warning("an object of a few bytes stays: %s", error)
 
-    def put_parts(self, key: str, pieces: Iterable[Any], part_bytes: int, at_once: int) -> None:
-        """Puts an object by parts, so many at a time; an error of `pieces` aborts the upload."""
-        with self.errors("upload", key):
-            self._obstore.put(
-                self.store,
-                key,
-                pieces,
-                use_multipart=True,
-                chunk_size=part_bytes,
-                max_concurrency=at_once,
-            )
-
     def put_if(self, key: str, pieces: Sequence[Any], replaced: str | None) -> None:
         """Puts an object in place of the one with the tag `replaced`; None: of none.
 
@@ -289,8 +306,13 @@ class Bucket:
 
     def _put_if(self, key: str, pieces: Sequence[Any], replaced: str | None) -> None:
         mode = self._conditions.mode(replaced)
+        store = self._sender(sum(memoryview(piece).nbytes for piece in pieces))
+
+        def call() -> None:
+            self._obstore.put(store, key, iter(pieces), mode=mode)
+
         with self.errors("put", key):
-            self._obstore.put(self.store, key, iter(pieces), mode=mode)
+            self._answered("put", key, call)
 
     def listing(self, prefix: str) -> Listing:
         """Returns what lies directly beneath a prefix."""
@@ -337,12 +359,8 @@ class Bucket:
 
 
 _CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
-
-
-def concurrent(url: ObjectUrl, why: str) -> ConcurrentSaveError:
-    return ConcurrentSaveError(
-        f"another save has committed to '{url}' since this one began ({why}): nothing of this one "
-        "is published; save to another prefix, or one after the other",
-        errno=errno.EWOULDBLOCK,
-        path=str(url),
-    )
+# Settings of its client. What is received is ended when nothing comes for so long. That would end
+# an upload that takes longer than it, also while it moves: there the kernel ends a connection whose
+# bytes nobody acknowledges for 30 s, and the rest is for a store that has them and is silent.
+_MOVING = {"timeout": "1 day", "read_timeout": "30s"}
+_SENDING = {"timeout": "10min"}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx._replacing import taken
 from torch_dcpx.errors import OptionError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket
+from torch_dcpx.storage.object_stream import Stream
 
 if TYPE_CHECKING:
     from torch_dcpx._native import _C
@@ -39,8 +38,11 @@ def upload_slot_bytes(slot_bytes: int, memory_bytes: int) -> int:
     return max(min(slot_bytes, fitting), 256 * KIB)
 
 
-def part_bytes_for(file_bytes: int, memory_bytes: int, slot_bytes: int) -> int:
-    """Returns the size of the parts of a file of about so many bytes, uploaded from these slots.
+def part_bytes_for(
+    file_bytes: int, memory_bytes: int, slot_bytes: int, *, is_slow: bool = False
+) -> int:
+    """Returns the size of the parts of a file of about so many bytes, uploaded from these slots;
+    over a slow link the least that there may be.
 
     Raises OptionError: parts that the store takes do not fit the memory.
     """
@@ -55,7 +57,7 @@ def part_bytes_for(file_bytes: int, memory_bytes: int, slot_bytes: int) -> int:
             option="host_memory_bytes",
             value=memory_bytes,
         )
-    return max(needed, min(_PART_BYTES, fitting))
+    return needed if is_slow else max(needed, min(_PART_BYTES, fitting))
 
 
 class Uploads:
@@ -69,11 +71,14 @@ class Uploads:
         names: Sequence[str],
         part_bytes: int,
         timeline: Timeline,
+        timeout: StorageTimeout,
     ) -> None:
         self.error: Exception | None = None  # the first of any thread
         self._bucket, self._prefix, self._job, self._names = bucket, prefix, job, names
         self._part_bytes = part_bytes
         self._timeline = timeline
+        self._timeout = timeout
+        self._stop = threading.Event()
         self._guard = threading.Lock()
         self._next = 0
         self._threads = [
@@ -97,7 +102,8 @@ class Uploads:
         return time.perf_counter_ns() - began
 
     def cancel(self) -> None:
-        """Ends all uploads, aborted: waits for the requests that are under way."""
+        """Ends all uploads, aborted, and waits for that while the store answers."""
+        self._stop.set()
         self._job.stop_uploads()
         for thread in self._threads:
             thread.join()
@@ -110,7 +116,7 @@ class Uploads:
                     return
                 name = self._names[number]
             try:
-                with self._timeline.phase("upload"):
+                with wait_at_most(self._timeout), self._timeline.phase("upload"):
                     self._upload(number, f"{self._prefix}/{name}")
             except Exception as error:  # noqa: BLE001 - `wait` raises it
                 with self._guard:
@@ -120,13 +126,18 @@ class Uploads:
 
     def _upload(self, number: int, key: str) -> None:
         own = self._job.pieces(number)
-        pieces, nbytes = _Pieces(own), own.nbytes()
+        pieces, nbytes = _Pieces(own, self._job), own.nbytes()
         for tries_left in reversed(range(_TRIES)):
             try:
-                if nbytes is not None and nbytes <= self._part_bytes:
-                    self._bucket.put(key, pieces)
-                else:
-                    self._bucket.put_parts(key, pieces, self._part_bytes, _PARTS_AT_ONCE)
+                is_one = nbytes is not None and nbytes <= self._part_bytes
+                Stream(
+                    self._bucket,
+                    key,
+                    nbytes if is_one and nbytes is not None else self._part_bytes,
+                    at_once=0 if is_one else _PARTS_AT_ONCE,
+                    on_error=pieces.stop,
+                    stop=self._stop,
+                ).run(pieces)
                 return
             except StorageError as error:
                 if pieces.is_ended and _is_there(self._bucket, key, own.nbytes()):
@@ -140,9 +151,9 @@ class Uploads:
 class _Pieces:
     """Knows how far obstore has come."""
 
-    def __init__(self, own: Iterator[Any]) -> None:
-        self._own = own
-        self.is_begun = self.is_ended = False
+    def __init__(self, own: Iterator[Any], job: _C.WriteJob | None = None) -> None:
+        self._own, self._job = own, job
+        self.is_begun = self.is_ended = self.has_failed = False
 
     def __iter__(self) -> _Pieces:
         return self
@@ -154,6 +165,14 @@ class _Pieces:
         except StopIteration:
             self.is_ended = True
             raise
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def stop(self) -> None:
+        """Ends a wait for more, after an error of their upload."""
+        if self._job is not None and self.is_begun and not self.is_ended:
+            self._job.stop_uploads()
 
 
 def _is_there(bucket: Bucket, key: str, nbytes: int | None, replaced: str | None = None) -> bool:
@@ -167,64 +186,6 @@ def _is_there(bucket: Bucket, key: str, nbytes: int | None, replaced: str | None
     except StorageError:
         return False  # the error of the upload says more
     return found is not None and found[0] == nbytes and found[1] != replaced
-
-
-class _Feed:
-    """Hands pieces from the thread that makes them to the one that uploads them; one waits between
-    them. obstore's threads cannot make pieces: no other request may be waited for there.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: queue.Queue[Any] = queue.Queue(1)
-        self._is_given_up = False
-        self.is_ended = False  # all are taken
-
-    def __iter__(self) -> _Feed:
-        return self
-
-    def __next__(self) -> Any:
-        piece = self._pieces.get()
-        if self._is_given_up:
-            raise StorageError("upload: there are no more bytes", errno=errno.ECANCELED)
-        if piece is None:
-            self.is_ended = True
-            raise StopIteration
-        return piece
-
-    def put(self, piece: Any, upload: Future[None]) -> bool:
-        """Hands over a piece, None behind the last one. Returns False if the upload has ended."""
-        while not upload.done():
-            try:
-                self._pieces.put(piece, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def give_up(self) -> None:
-        """Has the upload fail."""
-        self._is_given_up = True
-        with suppress(queue.Empty):
-            self._pieces.get_nowait()
-        self._pieces.put(None)
-
-
-def _error_of(
-    put: Callable[[Any], None], feed: _Feed, pieces: Iterator[Any]
-) -> BaseException | None:
-    """Uploads pieces while they are made; returns the upload's error.
-
-    Raises: what making them raises; the upload is aborted then.
-    """
-    with ThreadPoolExecutor(1, thread_name_prefix="dcpx-upload") as pool:
-        upload = pool.submit(put, feed)
-        try:
-            if all(feed.put(piece, upload) for piece in pieces):
-                feed.put(None, upload)
-            return upload.exception()
-        except BaseException:
-            feed.give_up()
-            raise
 
 
 def _put_new(bucket: Bucket, key: str, pieces: Iterator[Any]) -> None:
@@ -275,35 +236,36 @@ def upload(
         OutcomeUnknownError: the store does not say if it is replaced.
         What `pieces` raises: the upload is aborted.
     """
-    put: Callable[[Any], None] = partial(bucket.put, key)
-    if nbytes > part_bytes:
-        put = partial(bucket.put_parts, key, part_bytes=part_bytes, at_once=at_once)
-        if is_new:
-            pieces = partial(_checked, pieces, bucket, key)
-    elif is_new:
-        put = partial(_put_new, bucket, key)
+    is_whole = nbytes <= part_bytes
+    unit_bytes, parts = (nbytes, 0) if is_whole else (part_bytes, at_once)
+    if is_new and not is_whole:
+        pieces = partial(_checked, pieces, bucket, key)
     found = bucket.head(key) if is_replacing else None
     may_be_done = False  # by some try that nobody answered, now or later
     for tries_left in reversed(range(_TRIES)):
-        feed = _Feed()
-        error = _error_of(put, feed, pieces())
-        if error is None:
+        made = _Pieces(pieces())
+        try:
+            if is_whole and is_new:
+                _put_new(bucket, key, made)
+            else:
+                Stream(bucket, key, unit_bytes, at_once=parts, is_ahead=True).run(made)
             return
-        if not isinstance(error, StorageError):
-            raise error
-        if is_new and error.errno in _TAKEN and not may_be_done:  # no earlier try's
-            raise taken(bucket.url(key)) from error
-        if feed.is_ended and _is_there(bucket, key, nbytes, found and found[1]):
-            return
-        # ENOENT: an upload that is complete, or aborted, is no more.
-        is_unanswered = error.errno in (errno.EIO, errno.ENOENT)
-        may_be_done |= feed.is_ended and is_unanswered
-        is_last = not (is_unanswered and tries_left)
-        if is_last and may_be_done and is_replacing:
-            raise OutcomeUnknownError(
-                f"{error}: its outcome is unknown. What is there is the previous object or this "
-                "one, whole"
-            ) from error
-        if is_last:
-            raise error
-        time.sleep(_PAUSE_S)
+        except StorageError as error:
+            if made.has_failed:
+                raise
+            if is_new and error.errno in _TAKEN and not may_be_done:  # no earlier try's
+                raise taken(bucket.url(key)) from error
+            if made.is_ended and _is_there(bucket, key, nbytes, found and found[1]):
+                return
+            # ENOENT: an upload that is complete, or aborted, is no more.
+            is_again = error.errno in (errno.EIO, errno.ENOENT)
+            may_be_done |= made.is_ended and (is_again or error.errno == errno.ETIMEDOUT)
+            if is_again and tries_left:
+                time.sleep(_PAUSE_S)
+            elif may_be_done and is_replacing:
+                raise OutcomeUnknownError(
+                    f"{error}: its outcome is unknown. What is there is the previous object or "
+                    "this one, whole"
+                ) from error
+            else:
+                raise

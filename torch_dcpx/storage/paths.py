@@ -13,7 +13,7 @@ from torch_dcpx._arguments import check_type
 from torch_dcpx._text import shown_url
 from torch_dcpx.errors import OptionError, UnsupportedError, must_be
 from torch_dcpx.storage.names import metadata_name
-from torch_dcpx.storage.object_store import import_obstore
+from torch_dcpx.storage.object_services import import_obstore
 from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url, is_url, location_of
 
 if TYPE_CHECKING:

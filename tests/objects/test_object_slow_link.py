@@ -1,0 +1,66 @@
+"""A slow link to a store: what moves is not ended, and is sent once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.object_fixture import s3_alone
+from support.object_server import ObjectServer
+from support.slow_link import SlowLink
+
+import torch_dcpx as dcpx
+from torch_dcpx import ReadOptions, WriteOptions
+
+pytestmark = s3_alone
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def link(
+    object_server: ObjectServer, object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float], SlowLink]]:
+    """Makes the store one behind a link of so many bytes a second."""
+    links: list[SlowLink] = []
+
+    def make(bytes_per_s: float) -> SlowLink:
+        links.append(SlowLink(object_server.url, bytes_per_s))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", links[-1].url)
+        return links[-1]
+
+    yield make
+    for one in links:
+        one.close()
+
+
+def test_part_that_takes_longer_than_the_bound_on_silence_is_sent_once_while_it_moves(
+    object_prefix: str, link: Callable[[float], SlowLink]
+) -> None:
+    slow = link(2 * MB)
+    state = {"w": torch.arange(600_000)}  # 4.8 MB, one request: 2.4 s
+    dcpx.save(state, object_prefix, options=WriteOptions(save_timeout_s=2))
+    assert 4.8 * MB < slow.sent < 5.5 * MB
+
+
+def test_range_that_takes_longer_than_the_bound_on_silence_is_read_once_while_it_moves(
+    object_prefix: str, link: Callable[[float], SlowLink], object_server: ObjectServer
+) -> None:
+    state = {"w": torch.arange(600_000)}
+    dcpx.save(state, object_prefix)
+    slow = link(2 * MB)
+    found = {"w": torch.zeros(600_000, dtype=torch.int64)}
+    dcpx.load(found, object_prefix, options=ReadOptions(load_timeout_s=2))
+    assert torch.equal(found["w"], state["w"])
+    assert 4.8 * MB < slow.received < 5.5 * MB
+
+
+@pytest.mark.slow
+def test_save_whose_parts_take_longer_than_obstore_gives_a_request_ends(
+    object_prefix: str, link: Callable[[float], SlowLink]
+) -> None:
+    slow = link(0.4 * MB)
+    state = {"w": torch.arange(2_000_000)}  # 16 MB, in two parts at a time: 40 s
+    dcpx.save(state, object_prefix)
+    assert 16 * MB < slow.sent < 17 * MB

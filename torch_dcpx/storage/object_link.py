@@ -1,0 +1,133 @@
+"""What the link to a store gives: how many bytes may be under way at a time, and if any move.
+
+obstore shows no progress of a request. The kernel does: it counts what the other end of a socket
+has acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+MIB = 1 << 20
+# Under way, until it is known how long they take.
+_FIRST_BYTES = 32 * MIB
+_FIRST_READ_BYTES = 64 * MIB
+_QUICK_S = 5.0  # bytes that take less let more be under way
+_SLOW_S = 15.0  # bytes that take longer let less
+_AIM_S = 10.0
+_LOOK_S = 0.1
+_SAMPLE_S = 0.5
+_USER_TIMEOUT_MS = 30_000  # which obstore's client sets its sockets, and hardly anybody else
+_TCP_INFO = struct.Struct("=120xQQ")  # struct tcp_info: tcpi_bytes_acked, tcpi_bytes_received
+
+
+class Window:
+    """Bounds the bytes under way, by how long those before took. Thread-safe."""
+
+    def __init__(self, first_bytes: int = _FIRST_BYTES) -> None:
+        self.nbytes = first_bytes
+        self._taken_bytes = 0
+        self._changed = threading.Condition()
+        self._cut_at = 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether less may be under way than at first."""
+        return self.nbytes < _FIRST_BYTES
+
+    def take(self, nbytes: int, may_go: Callable[[], bool]) -> None:
+        """Waits until so many more bytes may be under way; one request always may.
+
+        Args:
+            may_go: is asked now and then; True ends the wait.
+        """
+        with self._changed:
+            while self._taken_bytes and self._taken_bytes + nbytes > self.nbytes:
+                self._changed.wait(_LOOK_S)
+                if may_go():
+                    break
+            self._taken_bytes += nbytes
+
+    def give_back(self, nbytes: int, took_s: float | None = None) -> None:
+        """Says that so many bytes are under way no more.
+
+        Args:
+            took_s: how long they were; None: they were given up.
+        """
+        with self._changed:
+            self._taken_bytes -= nbytes
+            if took_s is not None and took_s < _QUICK_S:
+                self.nbytes += nbytes
+            elif took_s is not None and took_s > _SLOW_S:
+                now = time.monotonic()
+                if now - self._cut_at > took_s:  # these were under way since the last cut
+                    self._cut_at = now
+                    self.nbytes = max(int(self.nbytes * _AIM_S / took_s), MIB)
+            self._changed.notify_all()
+
+
+class Sending(Protocol):
+    """An upload under way."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the store does not have yet, and that need nothing more of us."""
+
+
+class Link:
+    """What is under way to and from one store. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.sending, self.reading = Window(), Window(_FIRST_READ_BYTES)
+        self.uploads: set[Sending] = set()
+        self._guard = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._looked_at = self._moved_at = 0.0
+
+    def is_sending(self) -> bool:
+        """Whether some upload has bytes under way."""
+        return any(upload.sent_bytes for upload in list(self.uploads))
+
+    def moved_at(self) -> float:
+        """Returns when bytes have last moved, by `time.monotonic()`, as far as looks have shown it.
+        It takes two looks.
+
+        A new connection proves nothing: the kernel takes its first bytes for a stopped process.
+        """
+        now = time.monotonic()
+        if not self._guard.acquire(blocking=False):
+            return self._moved_at  # another thread looks, or this one in a signal's handler
+        try:
+            if now - self._looked_at >= _SAMPLE_S:
+                before, self._counts = self._counts, _counts_of_sockets()
+                self._looked_at = now
+                if any(self._counts[one] > before.get(one, 1 << 64) for one in self._counts):
+                    self._moved_at = now
+            return self._moved_at
+        finally:
+            self._guard.release()
+
+
+def _counts_of_sockets() -> dict[str, int]:
+    """Returns the bytes that were acknowledged and received, by obstore's sockets."""
+    found: dict[str, int] = {}
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is closed by now, or no socket of TCP
+            link = str(path.readlink())
+            if not link.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as own:
+                level = socket.IPPROTO_TCP
+                if own.getsockopt(level, socket.TCP_USER_TIMEOUT) == _USER_TIMEOUT_MS:
+                    text = own.getsockopt(level, socket.TCP_INFO, _TCP_INFO.size)
+                    if len(text) == _TCP_INFO.size:
+                        found[link] = sum(_TCP_INFO.unpack(text))
+    return found
