@@ -128,8 +128,8 @@ class WriteOptions(_Told):
             pages, which Linux names since 6.7; all with `direct_io=False`. "always", "never".
             Items have the same bytes, in other places of the file.
         save_timeout_s: deadline, in seconds, of everything that one save waits for from other
-            ranks; for `dcpx.save`, `dcpx.async_save` and stagers. Default 1800. Through `dcp.*`
-            DCP's own collectives wait, without it.
+            ranks, and from storage that does not answer; for `dcpx.save`, `dcpx.async_save` and
+            stagers. Default 1800. Through `dcp.*` DCP's own collectives wait, without it.
         max_in_flight: asynchronous saves of this process that may be under way at one time, each
             with a snapshot of its own; 1 to 16. For `dcpx.async_save` only. Default 1.
         on_busy: what `dcpx.async_save` does while `max_in_flight` saves are under way: "wait"
@@ -240,7 +240,8 @@ class ReadOptions(_Told):
         direct_io: read files with O_DIRECT that are not in the page cache, where the file system
             takes it. Default True.
         load_timeout_s: deadline, in seconds, of everything that one load waits for from other
-            ranks; for `dcpx.load` only. Default 1800.
+            ranks, and from storage that does not answer. Calls without options, such as `dcpx.ls`,
+            and commands have that of the environment. Default 1800.
         node_local: the path's last component may differ over the ranks, where each node has its own
             directory; the same on all ranks. For `dcpx.load` only. Default False.
         visible_s: for how many seconds a load looks for what this job has saved, as in

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torch_dcpx._answers import BOUND
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save_items import ItemsInWaves
@@ -81,6 +82,7 @@ class BackgroundSave:
 
     def _make(self) -> None:
         """Runs in the thread. The handle gets every error."""
+        BOUND.set(self._run.exchange.storage)  # of this thread
         try:
             self._finish()
         except BaseException as error:  # noqa: BLE001  (the handle raises it)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torch_dcpx._answers import BOUND
 from torch_dcpx._arguments import check_options, check_part, check_state
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx.checkpoint import pending as pending_saves
@@ -36,7 +37,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
     must_be,
 )
-from torch_dcpx.events import begun
+from torch_dcpx.events import Operation, begun
 from torch_dcpx.options import WriteOptions
 from torch_dcpx.planners.save_planner import DcpxSavePlanner
 from torch_dcpx.ranks.call_id import CallId, last_component, path_name
@@ -152,6 +153,15 @@ def async_save(
     given = state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, options
     with begun("dcpx.async_save", checkpoint_id, storage_writer) as operation:
         run = _begin(call, *given)
+    before = BOUND.set(run.exchange.storage)
+    try:
+        return _started(run, begin, operation)
+    finally:
+        BOUND.reset(before)
+
+
+def _started(run: SaveRun, begin: float, operation: Operation) -> SaveHandle:
+    """Plans and copies with all ranks, and starts the thread. Args, Raises: as `async_save`."""
     handle = SaveHandle(run.path, run.cancel, run.leave)
     background: BackgroundSave | None = None
     try:

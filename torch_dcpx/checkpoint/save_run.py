@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torch_dcpx import _mounts
+from torch_dcpx._answers import BOUND
 from torch_dcpx._gc import paused_gc_of_many
 from torch_dcpx._hooks import takes
 from torch_dcpx._waiting import Deadline
@@ -262,10 +263,14 @@ class SaveRun:
         self.timeline.end()
 
     def __enter__(self) -> SaveRun:
+        self._bound = BOUND.set(self.exchange.storage)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.end(error)
+        try:
+            self.end(error)
+        finally:
+            BOUND.reset(self._bound)
 
 
 def abandon_save(writer: DcpxWriter, save: RunningSave, *, removes_files: bool) -> None:

@@ -32,6 +32,7 @@ import click
 from rich import progress
 from rich.console import Console
 
+from torch_dcpx._answers import current_timeout, wait_at_most
 from torch_dcpx._text import aligned, cells, counted, printable
 from torch_dcpx.errors import (
     CorruptionError,
@@ -99,14 +100,15 @@ def command(function: Callable[_Args, int]) -> Callable[_Args, NoReturn]:
 
     It prints an error of ours or of the system as one line, or as JSON on stdout: `{"error":
     {"type": ..., "message": ..., and its fields}}`. Any other error is a bug: it prints the
-    traceback and exits with 2.
+    traceback and exits with 2. All of it waits for storage as one load does.
     """
 
     @functools.wraps(function)
     def run(*args: _Args.args, **kwargs: _Args.kwargs) -> NoReturn:
         code = CANNOT
         try:
-            code = function(*args, **kwargs)
+            with wait_at_most(current_timeout()):
+                code = function(*args, **kwargs)
         except (DcpxError, OSError) as error:
             put_error(error, as_json=bool(kwargs.get("as_json")))
             code = CANNOT if _is_asked(error, kwargs) else exit_code(error)

@@ -15,11 +15,8 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import torch
 from torch import nn
 
-from torch_dcpx._arguments import (
-    check_bools,
-    check_wait,
-    named_arguments,
-)
+from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx._arguments import check_bools, check_wait, named_arguments
 from torch_dcpx.artifacts.export import ExportReport
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.keys.key_map import DryRun, KeyMap
@@ -368,11 +365,13 @@ class CheckpointManager:
         """Calls `wait`, puts signals' handlers back, frees the root; safe to call twice."""
         if not self._catalog.close():
             return  # the parent's
-        try:
-            while self._watches:
-                self._watches.pop().close()
-        finally:
-            self._saves.close()
+        timeout_s = self._catalog.options.save_timeout_s
+        with wait_at_most(StorageTimeout(timeout_s, "save_timeout_s")):
+            try:
+                while self._watches:
+                    self._watches.pop().close()
+            finally:
+                self._saves.close()
 
     def __repr__(self) -> str:
         rules = {f"keep_{name}": value for name, value in self._rules._asdict().items()}

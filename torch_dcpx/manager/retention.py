@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
+from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx._integers import plain_int
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
@@ -246,7 +247,8 @@ class Retention:
         root = self._root
         try:
             doing = f"remove old checkpoints beneath '{root.path}'"
-            with suppress_and_log(doing), self._one_run(doing):
+            bound = StorageTimeout(root.patience_s, "save_timeout_s")
+            with suppress_and_log(doing), self._one_run(doing), wait_at_most(bound):
                 root.files.tidy(lambda: self.busy, leftovers=not self._rules.keep_all)
                 if not self._rules.keep_all:
                     self._remove_condemned()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
+from torch_dcpx._answers import BOUND, StorageTimeout
 from torch_dcpx._waiting import Clock, Deadline
 from torch_dcpx.errors import PlanError, StoreLostError
 from torch_dcpx.ranks.call_id import CallId
@@ -37,13 +38,15 @@ class Exchange:
     """One process by itself. Not thread-safe, but for the vote: other calls come from one thread.
 
     Every rank of a group makes the same calls in the same order. As a context manager, the exchange
-    tells the other ranks of an exception that leaves the block (`fail`), and closes itself.
+    tells the other ranks of an exception that leaves the block (`fail`), and closes itself. In the
+    block this rank waits for storage that does not answer as long as `storage` says.
 
     Attributes:
         deadline: until when the ranks wait for each other.
         phase: the last of `note_phase`, "planning" at first.
         keys: of this operation, for the vote.
         call: must be equal on all ranks; compared in the first step.
+        storage: how long this rank waits for storage: as for other ranks, and a bit less.
     """
 
     rank = 0  # of this process in the group
@@ -71,6 +74,9 @@ class Exchange:
         self.call = call or CallId(what)
         self.host = host_name()
         self.deadline = Deadline(timeout_s, clock)
+        is_write = what in ("save", "export")
+        self.storage = StorageTimeout(timeout_s, "save_timeout_s" if is_write else "load_timeout_s")
+        self._bounds: list[Any] = []  # before this one's
         self.phase = "planning"
         self.keys = LocalKeys()
         self._proposals = itertools.count()
@@ -97,6 +103,7 @@ class Exchange:
     def restart(self, timeout_s: float | None = None) -> None:
         """Begins the deadline anew, with other seconds if they are given."""
         self.deadline = self.deadline.anew(timeout_s)
+        self.storage.timeout_s = self.deadline.timeout_s
 
     def note_phase(self, phase: str) -> None:
         """Notes what this rank does now: "planning", "staging", "writing" or "committing".
@@ -230,9 +237,11 @@ class Exchange:
         """Notes the error of the operation: all ranks know it, or will learn it."""
 
     def __enter__(self) -> Exchange:
+        self._bounds.append(BOUND.set(self.storage))
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        BOUND.reset(self._bounds.pop())
         if error is not None:
             self.fail(error)
         self.close()
