@@ -147,7 +147,7 @@ class WriteOptions(_Told):
         check_visible: whether one rank of each node looks, before the save returns, until it sees
             the commit and all files. "auto" (default): where other nodes mount the file system, by
             its type (NFS, FUSE, Lustre, GPFS, Ceph, ...). For `dcpx.*` and the manager.
-        visible_s: for how many seconds a node looks for what was saved there, where its view of a
+        visible_s: for how long, in seconds, a node looks for what was saved, where its view of a
             file system is late; then an error names it. Default 30.
         endpoint: URL of the store of an `s3://` or `az://` path, such as "http://minio:9000".
             Default None: as obstore finds it (AWS_ENDPOINT_URL, AZURE_STORAGE_ENDPOINT, or else
@@ -244,7 +244,7 @@ class ReadOptions(_Told):
             and commands have that of the environment. Default 1800.
         node_local: the path's last component may differ over the ranks, where each node has its own
             directory; the same on all ranks. For `dcpx.load` only. Default False.
-        visible_s: for how many seconds a load looks for what this job has saved, as in
+        visible_s: for how long, in seconds, a load looks for what this job has saved, as in
             `WriteOptions`; for what others have, 5 s at most. Default 30.
         endpoint: as in `WriteOptions`. Default None.
 

@@ -14,7 +14,7 @@ import safetensors.torch as st
 import torch
 
 import torch_dcpx as dcpx
-from torch_dcpx import CorruptionError, UnsupportedError, load
+from torch_dcpx import CorruptionError, ShortReadError, UnsupportedError, load
 from torch_dcpx.artifacts import layout as export_layout
 from torch_dcpx.reader import safetensors_header
 from torch_dcpx.reader.pretrained_reader import PretrainedReader, stored_sizes
@@ -153,7 +153,7 @@ def test_file_that_becomes_shorter_is_a_typed_error(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(2000)
     reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
-    with pytest.raises(CorruptionError, match=r"model\.safetensors"):
+    with pytest.raises(ShortReadError, match=r"model\.safetensors' is shorter"):
         load({"a": torch.zeros(100000)}, storage_reader=reader)
 
 

@@ -24,7 +24,7 @@ from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from torch_dcpx import CorruptionError, ReadOptions, UnsafePickleError
+from torch_dcpx import CorruptionError, ReadOptions, ShortReadError, UnsafePickleError
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
@@ -281,7 +281,7 @@ def test_impossible_place_in_a_file_is_refused_before_anything_is_allocated(
             metadata.storage_data[index] = moved
 
     rewrite_metadata(tmp_path, change)
-    with raises_one(CorruptionError):
+    with raises_one(CorruptionError, ShortReadError):
         load(STATE, tmp_path)
 
 

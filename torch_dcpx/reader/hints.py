@@ -75,14 +75,16 @@ def linked(path: str | os.PathLike[str]) -> str:
     )
 
 
-def uncommitted(path: Location, names: Sequence[str], wanted: Sequence[str]) -> str:
+def uncommitted(
+    path: Location, names: Sequence[str], wanted: Sequence[str], is_second: bool = False
+) -> str:
     """Returns what a directory without the `wanted` files of metadata holds, and what to do.
 
     Args:
         names: in the directory.
     """
     if METADATA_NAME in names:
-        if METADATA_NAME in wanted:  # it has come between the look and the listing
+        if is_second or wanted[-1] == METADATA_NAME:  # it came between the look and the listing
             return f"'{path}' has a '{METADATA_NAME}' since a moment: load it again"
         return f"'{path}' is a checkpoint of all ranks, not one for each rank: leave out rank"
     missing = " and ".join(f"no '{one}'" for one in wanted if one not in names)
@@ -135,11 +137,15 @@ def _saver(path: Location, names: Sequence[str]) -> str:
     return ""
 
 
-def not_committed(path: Location, names: Sequence[str], wanted: Sequence[str]) -> NotCommittedError:
-    """Returns the error of a directory without the `wanted` files of metadata."""
+def not_committed(
+    path: Location, names: Sequence[str], wanted: Sequence[str], is_second: bool = False
+) -> NotCommittedError:
+    """Returns the error of a directory without the `wanted` files of metadata; `is_second`: DCP
+    asks for a rank's own, for it has found none of all ranks.
+    """
     is_unfinished = not any(map(is_metadata_name, names))
     return NotCommittedError(
-        uncommitted(path, names, wanted),
+        uncommitted(path, names, wanted, is_second),
         errno=errno.ENOENT,
         path=str(path / wanted[-1]),
         files=sum(map(is_data_file_name, names)) if is_unfinished else 0,

@@ -155,10 +155,8 @@ class DcpxReader(FileSystemReader):
             self.__hold.take(self.path)
         if self.__timeline.has_ended or not self.__timeline.is_of_call:
             self.__timeline = Timeline("load", path=self.path)
-        with (
-            self.__timeline.phase("metadata"),
-            paused_gc(),
-        ):  # the next pause begins before this one ends: no collection between them
+        # The next pause begins before this one ends: no collection between them.
+        with self.__timeline.phase("metadata"), paused_gc():
             try:
                 checkpoint = self.__seen(partial(self.__read_checkpoint, rank))
             except DcpxError as error:
@@ -367,7 +365,8 @@ class DcpxReader(FileSystemReader):
                 if error.errno != errno.ENOENT:
                     raise
                 wanted = (name,) if rank is None else (METADATA_NAME, name)
-                raise not_committed(place.path, place.names(), wanted) from error
+                is_second = self.__kept_error is not None
+                raise not_committed(place.path, place.names(), wanted, is_second) from error
 
     def __check_not_replaced(self, error: DcpxError) -> None:
         """Raises StorageError if a data file is gone because a save replaced the checkpoint."""
