@@ -92,7 +92,8 @@ def _bricks_online(volume: str) -> int:
 
 
 def _to_heal(volume: str) -> int:
-    """Returns how many files of a volume a brick has old, or not at all."""
+    """Has a volume healed; returns how many files of it a brick has old, or not at all."""
+    run("gluster", "volume", "heal", volume, quiet=True)
     numbers = re.findall(r"Number of entries: (\S+)", _gluster("heal", volume, "info"))
     return sum(int(number) if number.isdigit() else 1 for number in numbers)
 
