@@ -138,7 +138,7 @@ def test_nothing_goes_back_or_begins_anew_while_a_part_of_the_files_is_missing(
             manager.save(step, state=state(step))
         manager.wait()
     roots = {root / "six": 6}
-    for n in range(8):
+    for n in range(3):  # the .metadata of each is on one of the parts
         roots[root / f"one{n}"] = 1
         with dcpx.CheckpointManager(root / f"one{n}", no_dist=True) as manager:
             manager.save(1, state=state(1))
@@ -158,11 +158,10 @@ def test_nothing_goes_back_or_begins_anew_while_a_part_of_the_files_is_missing(
         with system.lost(part):
             time.sleep(3)  # a client keeps what it saw for a second
             for one, newest in roots.items():
-                for allow_fresh in (False, True):
-                    took = resumed(one, allow_fresh=allow_fresh)
-                    if took not in ("refused", str(newest)):
-                        wrong.append(f"part {part}, {one.name}, {allow_fresh=}: took {took}")
+                took = resumed(one, allow_fresh=newest == 1)
+                if took not in ("refused", str(newest)):
+                    wrong.append(f"part {part}, {one.name}: took {took}")
         time.sleep(3)
         for one, newest in roots.items():
             assert resumed(one, allow_fresh=False) == str(newest), f"{one}, all parts back"
-    assert not wrong, f"{len(wrong)} of {6 * len(roots)}:\n" + "\n".join(wrong)
+    assert not wrong, f"{len(wrong)} of {3 * len(roots)}:\n" + "\n".join(wrong)
