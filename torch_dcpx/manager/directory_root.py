@@ -92,7 +92,7 @@ class DirectoryRoot:
         found: list[str] = []
         for name in filter(is_tag, self.names()):
             try:
-                if not stat.S_ISDIR((self.path / name).lstat().st_mode):
+                if not stat.S_ISDIR(os.lstat(self.path / name).st_mode):
                     continue
             except OSError as error:
                 if error.errno not in SILENT:  # removed meanwhile
