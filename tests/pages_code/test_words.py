@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.pages import PAGES
 
-MOST_WORDS = 22_850  # of the README and docs, as `wc -w` counts; generated pages do not count
+MOST_WORDS = 22_900  # of the README and docs, as `wc -w` counts; generated pages do not count
 GENERATED = "<!-- generated"
 
 
