@@ -26,10 +26,9 @@ std::string hex(const FileId& id) {
 
 // A file that is shorter than its metadata says may be damage, or a node's late view of it.
 Error shorter(const io::InputFile& file, std::uint64_t wanted, const char* least) {
-  Error error(ErrorCode::kShortRead,
-              "'" + file.path() + "' is shorter than its metadata says: " +
-                  std::to_string(file.size_bytes()) + " B of " + least + std::to_string(wanted) +
-                  " B");
+  Error error(ErrorCode::kShortRead, "'" + file.path() + "' is shorter than its metadata says: " +
+                                         std::to_string(file.size_bytes()) + " B of " + least +
+                                         std::to_string(wanted) + " B");
   error.path = file.path();
   error.sys_errno = EIO;
   error.offset = static_cast<std::int64_t>(file.size_bytes());
