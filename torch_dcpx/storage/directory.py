@@ -360,7 +360,7 @@ class Directory:
     def sync(self) -> None:
         """Makes the directory's entries durable. Raises: StorageError."""
         with storage_errors("fsync directory", self.path):
-            on_stale(self, lambda: _fsync_entries(self.fd, self.path))
+            _fsync_entries(self.fd, self.path)  # once: its error is final
 
     def sync_parent(self) -> None:
         """Makes the directory's own entry durable; warns where its parent may not be read.
