@@ -212,7 +212,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     manager.wait()
     assert on_disk(tmp_path) == {"step-0", "logs", "empty", "step-1", "step-3"}
     left = {path.name for path in (tmp_path / "step-1").iterdir()}
-    assert left == {"notes.txt", ".dcpx.lock", ".dcpx.readers"}
+    assert left == {"notes.txt", ".dcpx.lock"}
     assert manager.tags() == ["step-0", "step-3"]
 
 
