@@ -161,7 +161,7 @@ def one_directory_under_two_names_is_one() -> None:
 
 def node_local_directories_need_the_option_on_all_ranks() -> None:
     local = WriteOptions(node_local=True)
-    for way in SAVES:
+    for way in (save, async_save):  # a manager refuses it
         root = ROOT / "local" / way.__name__
         root.mkdir(parents=True, exist_ok=True)
         both(None)
@@ -173,8 +173,7 @@ def node_local_directories_need_the_option_on_all_ranks() -> None:
         path = root / f"node{RANK}"
         way(str(path), 1, local)
         way(str(path), 1, local)
-        here = path / "step-1" if way is manager_save else path
-        assert list(here.glob("*.distcp"))
+        assert list(path.glob("*.distcp"))
         both(None)
 
 
