@@ -210,6 +210,8 @@ TEST(files_of_another_save_or_length_are_refused) {
   CHECK_THROWS(locate(other), ErrorCode::kCorruption);
   other = saved.files[0];
   other.file_bytes += 4096;
+  CHECK_THROWS(locate(other), ErrorCode::kShortRead);
+  other.file_bytes -= 8192;
   CHECK_THROWS(locate(other), ErrorCode::kCorruption);
   other = saved.files[0];
   other.path = "../" + other.path;

@@ -286,11 +286,12 @@ TEST(items_of_others_behind_the_end_are_refused_without_a_request) {
   StoredFile stored({"g", false, 0, {}, 0});
   stored.open({{}, store, "p"});
   std::vector<LocatedItem> located(1);
-  for (const WantedItem& wanted :
-       {WantedItem{0, 0, foreign.bytes.size() + 1, true},
-        WantedItem{0, foreign.bytes.size() + 1, 0, true}, WantedItem{0, 1, ~0UL - 1, true}}) {
-    CHECK_THROWS(stored.locate({wanted}, {0}, true, located), ErrorCode::kCorruption);
+  for (const WantedItem& wanted : {WantedItem{0, 0, foreign.bytes.size() + 1, true},
+                                   WantedItem{0, foreign.bytes.size() + 1, 0, true}}) {
+    CHECK_THROWS(stored.locate({wanted}, {0}, true, located), ErrorCode::kShortRead);
   }
+  CHECK_THROWS(stored.locate({WantedItem{0, 1, ~0UL - 1, true}}, {0}, true, located),
+               ErrorCode::kCorruption);
   CHECK(store->take_reads().empty());
 }
 
