@@ -25,7 +25,7 @@ _OF_PATH = ("exists", "isdir", "isfile", "islink", "lexists", "realpath")
 
 
 class _Entries(list[Any]):
-    """What `scandir` found, as the context manager that it returns."""
+    """Holds what `scandir` found, as the context manager that it returns."""
 
     def __enter__(self) -> Iterator[Any]:
         return iter(self)

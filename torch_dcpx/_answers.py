@@ -118,7 +118,7 @@ def wait_at_most(timeout: StorageTimeout) -> Iterator[None]:
 
 
 class Answer(Generic[R]):
-    """What a call returns or raises, handed over once: to who waits, or to nobody. Thread-safe."""
+    """Hands over once what a call returns or raises: to who waits, or to nobody. Thread-safe."""
 
     def __init__(self) -> None:
         self._has_come = threading.Lock()

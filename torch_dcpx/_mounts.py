@@ -1,4 +1,4 @@
-"""What is mounted on this node, and which of it other nodes may mount as well, by names alone.
+"""Tells what is mounted on this node, and what of it other nodes may mount, too, by names alone.
 
 No call here waits for a server: it goes by /proc/self/mountinfo, and by links on this node.
 """

@@ -29,7 +29,7 @@ _END_BYTES = 64  # of `.metadata`: its tail, which has checksums of all of it
 
 
 class Seen(NamedTuple):
-    """What the coordinator sees of a committed save."""
+    """Holds what the coordinator sees of a committed save."""
 
     nbytes: int  # of `.metadata`
     end: bytes  # of it

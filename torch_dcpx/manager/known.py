@@ -1,4 +1,4 @@
-"""What is missing is not what was never there: a resume finds what is known to be committed.
+"""A resume finds what is known to be committed: what is missing is not what was never there.
 
 Known is what the pointer names, what this process has committed, and a directory that a commit has
 marked. Where it is not found, or a part of the file system does not answer, nothing older takes its

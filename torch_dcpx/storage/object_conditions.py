@@ -21,7 +21,7 @@ _NOT_DONE = frozenset({errno.EEXIST, errno.ESTALE, errno.EOPNOTSUPP})
 
 
 class Conditions:
-    """What one bucket makes of conditions; asked once. Of two threads both may ask."""
+    """Knows what one bucket makes of conditions; asks it once. Of two threads both may ask."""
 
     def __init__(self, bucket: Bucket, unknown_tag: str) -> None:
         """Takes an ETag that no object has. Asks nothing yet."""

@@ -58,7 +58,7 @@ _ERRNOS = {
 
 
 class Said(NamedTuple):
-    """What a store has answered, or why nobody has."""
+    """Holds what a store has answered, or why nobody has."""
 
     number: int  # an errno; EIO where nobody tells what was done
     code: str  # the store's own; "": its answer has none

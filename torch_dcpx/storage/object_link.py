@@ -1,4 +1,4 @@
-"""What the link to a store gives: how many bytes may be under way at a time, and if any move.
+"""Measures the link to a store: how many bytes may be under way at a time, and if any move.
 
 obstore shows no progress of a request. The kernel does: it counts what the other end of a socket
 has acknowledged.
@@ -83,7 +83,7 @@ class Sending(Protocol):
 
 
 class Link:
-    """What is under way to and from one store. Thread-safe."""
+    """Counts what is under way to and from one store. Thread-safe."""
 
     def __init__(self) -> None:
         self.sending, self.reading = Window(), Window(_FIRST_READ_BYTES)

@@ -1,4 +1,4 @@
-"""What lies directly beneath a prefix of a store, as one listing has found it."""
+"""Lists what lies directly beneath a prefix of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the error of a write says of the room that it lacked, as csrc/io/output_file.cpp does."""
+"""Says in the error of a write what room it lacked, as csrc/io/output_file.cpp does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What another node has changed is seen late: a look that does not fit is repeated.
+"""Repeats a look that does not fit: what another node has changed is seen late.
 
 A save notes its id by the path (`note_saved`): a later look of this job goes on until it sees that
 save. Without a note a look is repeated for some seconds. On a file system of one node the first
