@@ -222,7 +222,7 @@ def test_thread_in_a_system_call_that_does_not_return_is_left_behind(
 # ---- Anything, at any time ----------------------------------------------------------------------
 
 REPEATED = """
-import itertools, sys, threading, time, torch
+import itertools, os, sys, threading, time, traceback, torch
 import torch_dcpx as dcpx
 
 call, path, target, pause_s, ending = sys.argv[1:]
@@ -243,15 +243,17 @@ def verify(_):
     dcpx.verify(path, progress=lambda *_: None)
 
 def export(_):
-    dcpx.export(path, target, no_dist=True)
+    dcpx.export(path, target, overwrite=True, no_dist=True)
 
 def work():
     try:
         for i in itertools.count():
             globals()[call](i)
             has_begun.set()
-    except dcpx.DcpxError:
-        pass  # it was stopped
+    except dcpx.DcpxError:  # it was stopped
+        if not has_begun.is_set():
+            traceback.print_exc()
+            os._exit(9)
 
 threading.Thread(target=work, daemon=True).start()
 assert has_begun.wait(600)
