@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from torch_dcpx import _mounts
 from torch_dcpx._answered_os import fcntl, os
 from torch_dcpx.errors import CorruptionError, StorageError
 from torch_dcpx.storage.directory import Directory, storage_error, storage_errors
@@ -150,6 +151,10 @@ class FileRecord:
             except OSError as error:
                 raise storage_error("create", path, error) from error
             try:
+                if _mounts.HAS_SHARED and _mounts.shared_mount(str(path)):
+                    with storage_errors("write", path):  # s3fs loses an unwritten file at its open
+                        _overwrite(fd, holder.encoded())
+                        os.fsync(fd)
                 holder = holder._replace(has_flock=_has_locked(fd, directory, name))
                 with storage_errors("write", path):
                     _overwrite(fd, holder.encoded())
