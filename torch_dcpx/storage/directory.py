@@ -260,7 +260,7 @@ class Directory:
     def names(self) -> list[str]:
         """Returns the names of all entries. Raises: StorageError."""
         with storage_errors("list", self.path, is_read=True):
-            return sorted(on_stale(self, lambda: uninterrupted(os.listdir, self.fd)))
+            return sorted(on_stale(self, os.listdir))
 
     def is_regular(self, name: str) -> bool:
         """Returns whether `name` is a regular file, no link. Raises StorageError if unknown."""

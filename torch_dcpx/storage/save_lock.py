@@ -186,7 +186,7 @@ class SaveLock:
         self._save = save
         self._is_shared = is_shared
         try:
-            opened = on_stale(directory, lambda: flock.opened(name, dir_fd=directory.fd))
+            opened = on_stale(directory, lambda fd: flock.opened(name, dir_fd=fd))
             self._fd, self._is_writable = opened
         except OSError as error:
             raise storage_error("open lock", self.path, error) from error

@@ -72,24 +72,28 @@ class _Opened(Protocol):
     FLAGS: int
 
 
-def on_stale(directory: _Opened, call: Callable[[], _T]) -> _T:
-    """Returns what `call` returns, which works on the descriptor of a directory. Where another node
-    has just made that, and this one has an earlier handle of it, it is opened anew, by its path.
+def on_stale(directory: _Opened, call: Callable[[int], _T]) -> _T:
+    """Returns what `call` returns of the descriptor of a directory, made again while a signal
+    interrupts it. Where another node has just made the directory, and this one has an earlier
+    handle of it, it is opened anew, by its path.
     """
-    for pause_s in _STALE_PAUSES_S:
+    pauses_s = iter(_STALE_PAUSES_S)
+    while True:
         try:
-            return call()
+            return call(directory.fd)
+        except InterruptedError:
+            continue
         except OSError as error:
-            if error.errno != errno.ESTALE:
+            pause_s = next(pauses_s, None) if error.errno == errno.ESTALE else None
+            if pause_s is None:
                 raise
-        time.sleep(pause_s)
-        fd = open_file(directory.path, directory.FLAGS)
-        if _is_other(directory.fd, fd):  # which nobody has asked for
-            os.close(fd)
-            break
+            time.sleep(pause_s)
+            fd = open_file(directory.path, directory.FLAGS)
+            if _is_other(directory.fd, fd):  # which nobody has asked for
+                os.close(fd)
+                raise
         close_read(directory.fd, directory.path)
         directory.fd = fd
-    return call()
 
 
 def open_at(directory: _Opened, name: str, flags: int, mode: int = 0o777) -> int:
@@ -99,7 +103,7 @@ def open_at(directory: _Opened, name: str, flags: int, mode: int = 0o777) -> int
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    return on_stale(directory, lambda: open_file(name, flags, mode, dir_fd=directory.fd))
+    return on_stale(directory, lambda fd: open_file(name, flags, mode, dir_fd=fd))
 
 
 def _is_other(stale_fd: int, fd: int) -> bool:
