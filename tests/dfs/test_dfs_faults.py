@@ -23,11 +23,11 @@ def start(system: System, place: str, tmp_path: Path) -> Iterator[Start]:
     """Starts a job on a root of this test; each is ended with it."""
     jobs: list[Job] = []
 
-    def started(**more: int) -> Job:
+    def started(*, timeout_s: float = TIMEOUT_S, **more: int) -> Job:
         notes = tmp_path / f"job{len(jobs)}"
         root = system.mounts[0] / place
         fresh = not jobs
-        jobs.append(Job(system.mounts, root, notes, fresh=fresh, timeout_s=TIMEOUT_S, **more))
+        jobs.append(Job(system.mounts, root, notes, fresh=fresh, timeout_s=timeout_s, **more))
         return jobs[-1]
 
     yield started
@@ -37,8 +37,8 @@ def start(system: System, place: str, tmp_path: Path) -> Iterator[Start]:
 
 def goes_on_after(start: Start, saved: int) -> None:
     """A new job resumes a step that is not before the last one that returned, and saves."""
-    job = start(steps=2)
-    job.wait_told((0, 1), 180)
+    job = start(steps=2, timeout_s=200)  # a killed client may leave locks for two minutes
+    job.wait_told((0, 1), 300)
     for rank in (0, 1):
         resumed = job.steps("resumed", rank)
         assert resumed and resumed[0] >= saved, f"{resumed}, saved {saved}\n{job.output()}"

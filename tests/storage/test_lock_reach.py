@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
 import torch_dcpx
-from torch_dcpx import CheckpointManager
+from torch_dcpx import CheckpointManager, ConcurrentSaveError
 from torch_dcpx import _mounts as mounts
 from torch_dcpx._mounts import Mount, shared_mount
 from torch_dcpx.storage import lock_reach
@@ -123,6 +127,80 @@ def test_rank_of_another_node_says_once_that_it_does_not_meet_the_coordinators_l
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     said = [each.message for each in caplog.records if "locks on" in each.message]
     assert len(said) == (reach == "one node")
+
+
+WAITS = "it may be of a lost node"
+
+
+@pytest.fixture
+def held(tmp_path: Path, mounted: Callable[..., Mount]) -> Iterator[Callable[[str], IO[bytes]]]:
+    """Holds the lock of saves on a file system of many nodes, by a record that says who does."""
+    mounted("ceph")
+    with contextlib.ExitStack() as stack:
+
+        def hold(record: str) -> IO[bytes]:
+            (tmp_path / LOCK_NAME).write_text(record + "\n")
+            file = stack.enter_context((tmp_path / LOCK_NAME).open("r+b"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return file
+
+        yield hold
+
+
+GONE = 1 << 22  # no pid is that high
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "host=far pid=9 boot=of-another-machine",
+        f"host=far pid=9 boot={boot_id()}",  # of a container
+        f"host={socket.gethostname()} pid={GONE} boot={boot_id()}",  # of a client that is no more
+    ],
+)
+def test_save_waits_for_a_lock_that_a_lost_node_may_have_left(
+    tmp_path: Path,
+    held: Callable[[str], IO[bytes]],
+    caplog: pytest.LogCaptureFixture,
+    record: str,
+) -> None:
+    left = held(record)
+
+    def free() -> None:
+        while not any(WAITS in each.message for each in caplog.records):
+            time.sleep(0.01)
+        left.close()
+
+    with ThreadPoolExecutor() as pool:
+        freed = pool.submit(free)
+        torch_dcpx.save({"x": torch.ones(3)}, tmp_path, no_dist=True)
+        freed.result()
+    said = [each.message for each in caplog.records if WAITS in each.message]
+    assert len(said) == 1 and record in said[0]
+    assert torch_dcpx.verify(tmp_path).ok
+
+
+def test_wait_for_the_lock_of_a_lost_node_ends_before_the_save_does(
+    tmp_path: Path, held: Callable[[str], IO[bytes]]
+) -> None:
+    held("host=far pid=9 boot=of-another-machine")
+    options = torch_dcpx.WriteOptions(save_timeout_s=1)
+    with pytest.raises(ConcurrentSaveError, match="host=far pid=9"):
+        torch_dcpx.save({"x": torch.ones(3)}, tmp_path, options=options, no_dist=True)
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+
+
+@pytest.mark.parametrize("record", [f"host={socket.gethostname()} pid=1 boot={boot_id()}", ""])
+def test_lock_of_a_process_that_runs_here_or_of_none_that_is_named_refuses_at_once(
+    tmp_path: Path,
+    held: Callable[[str], IO[bytes]],
+    caplog: pytest.LogCaptureFixture,
+    record: str,
+) -> None:
+    held(record)
+    with pytest.raises(ConcurrentSaveError):
+        torch_dcpx.save({"x": torch.ones(3)}, tmp_path, no_dist=True)
+    assert not any(WAITS in each.message for each in caplog.records)
 
 
 def test_shared_mount_is_found_by_names_and_through_links(

@@ -29,7 +29,7 @@ from torch_dcpx.storage.directory import (
     storage_errors,
     wrong_size,
 )
-from torch_dcpx.storage.lock_reach import warn_of_one_node
+from torch_dcpx.storage.lock_reach import lock_of, warn_of_one_node
 from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
@@ -168,11 +168,11 @@ class PosixPlace(Directory):
         """Takes and yields the directory's lock; with `rank` it is shared, and the rank's own
         follows. Raises as `SaveLock`.
         """
-        yield SaveLock(self, LOCK_NAME, save, is_shared=rank is not None)
+        yield lock_of(self, LOCK_NAME, save, is_shared=rank is not None)
         if _mounts.HAS_SHARED:
             warn_of_one_node(self.path)
         if rank is not None:
-            yield SaveLock(self, rank_lock_name(rank), save)
+            yield lock_of(self, rank_lock_name(rank), save)
 
     def claims(self) -> Callable[[str], None]:
         """Returns nothing for each name: the directory's lock keeps all others out."""
