@@ -76,6 +76,20 @@ def test_load_by_dcp_which_plans_once_gives_one_whole_save_or_says_that_another_
         look_at_all(second.path / "same")
 
 
+@pytest.mark.parametrize(
+    ("operation", "match"),
+    [("lookup", "same/.metadata"), ("open", "same/.metadata"), ("read", "same/*.distcp")],
+)
+def test_load_begins_anew_where_a_name_that_is_listed_leads_to_no_file(
+    two_clients: Clients, operation: str, match: str
+) -> None:
+    """As GlusterFS without replicas for a moment after a file was replaced."""
+    first, second = two_clients
+    save(1, first.path / "same")
+    second.fail(operation, errno.ENOENT, match, times=2)
+    assert load(second.path / "same") == 1
+
+
 def test_load_waits_for_the_sizes_that_a_client_saw_while_they_were_written(
     two_clients: Clients,
 ) -> None:

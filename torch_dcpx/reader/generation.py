@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._mounts import is_shared
 from torch_dcpx._text import counted
 from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.storage.object_url import Location
@@ -55,6 +57,15 @@ def replaced(path: str | os.PathLike[str], save_id: str, error: DcpxError) -> St
         path=getattr(error, "path", None),
         touched=touched,
     )
+
+
+def note_lost(location: Location, error: StorageError) -> None:
+    """Makes the error of a file that is gone since it was opened one of another save: a node may
+    see that a file was removed before it sees the metadata that came in its place.
+    """
+    if error.errno == errno.ENOENT and isinstance(location, Path) and is_shared(location):
+        error.errno = errno.ESTALE
+        error.message += "; another node has removed it since it was opened: load it again"
 
 
 def file_states(location: Location) -> dict[str, FileState]:

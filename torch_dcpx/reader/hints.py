@@ -141,12 +141,13 @@ def not_committed(
     path: Location, names: Sequence[str], wanted: Sequence[str], is_second: bool = False
 ) -> NotCommittedError:
     """Returns the error of a directory without the `wanted` files of metadata; `is_second`: DCP
-    asks for a rank's own, for it has found none of all ranks.
+    asks for a rank's own, for it has found none of all ranks. Its errno is ESTALE where the last
+    one is in the listing: another look may open it.
     """
     is_unfinished = not any(map(is_metadata_name, names))
     return NotCommittedError(
         uncommitted(path, names, wanted, is_second),
-        errno=errno.ENOENT,
+        errno=errno.ESTALE if wanted[-1] in names else errno.ENOENT,
         path=str(path / wanted[-1]),
         files=sum(map(is_data_file_name, names)) if is_unfinished else 0,
     )

@@ -38,7 +38,7 @@ from torch_dcpx.metadata.file import CheckpointMetadata, decode_metadata
 from torch_dcpx.options import ReadOptions, repr_of
 from torch_dcpx.reader.coverage import check_coverage, meeting_targets
 from torch_dcpx.reader.files import read_items
-from torch_dcpx.reader.generation import Generation, check_same_generation, replaced
+from torch_dcpx.reader.generation import Generation, check_same_generation, note_lost, replaced
 from torch_dcpx.reader.hints import absent, add_repair, add_verify, not_committed
 from torch_dcpx.reader.locate import Found, locate_items, refuse_foreign_places
 from torch_dcpx.reports import ReadReport, loaded_line
@@ -256,6 +256,7 @@ class DcpxReader(FileSystemReader):
                 )
             except StorageError as error:
                 self.__check_not_replaced(error)
+                note_lost(location_of(self.path), error)
                 raise
             finally:
                 if found is not None:

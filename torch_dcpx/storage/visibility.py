@@ -122,7 +122,7 @@ def look_until_seen(
         except DcpxError as error:
             known = saved_at(location)
             is_known = is_known or known is not None
-            is_missing = isinstance(error, NotCommittedError)
+            is_missing = isinstance(error, NotCommittedError) and error.errno == errno.ENOENT
             if not is_late_look(error) or (is_missing and not is_known):
                 raise
             if check is not None:
