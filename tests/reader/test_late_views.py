@@ -148,6 +148,16 @@ def test_stale_directory_takes_a_save_when_it_is_opened_anew(two_clients: Client
         assert load(path) == 5
 
 
+def test_save_into_a_directory_that_another_client_has_just_made_waits_until_it_sees_it(
+    two_clients: Clients,
+) -> None:
+    first, second = two_clients
+    (first.path / "new").mkdir()
+    second.fail("lookup", errno.ENOENT, "new", times=9)  # also after its mkdir
+    save(1, second.path / "new")
+    assert load(second.path / "new") == 1
+
+
 def test_directory_that_was_replaced_meanwhile_gets_no_file(tmp_path: Path) -> None:
     """A handle that is stale because the directory is another one by now stays an error."""
     (tmp_path / "a").mkdir()

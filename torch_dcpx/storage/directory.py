@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.room import room_text
 from torch_dcpx.storage.system_calls import (
+    LATE_PAUSES_S,
     close_read,
     close_written,
     is_hollow,
@@ -146,11 +148,20 @@ def make_directory(path: Path, *, is_durable: bool) -> list[Path]:
             uninterrupted(os.mkdir, directory)
             made.append(directory)
         except OSError as error:
-            if not isinstance(error, FileExistsError) or not _is_directory(directory):
+            if not isinstance(error, FileExistsError) or not _comes_into_sight(directory):
                 raise storage_error("mkdir", directory, error) from error
         if is_durable:
             fsync_path(directory.parent)
     return made
+
+
+def _comes_into_sight(path: Path) -> bool:
+    """Returns whether what is there is a directory: of another node, it may be seen late."""
+    for pause_s in LATE_PAUSES_S:
+        if _is_directory(path) or os.path.lexists(path):
+            break
+        time.sleep(pause_s)
+    return _is_directory(path)
 
 
 def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:

@@ -21,7 +21,7 @@ logger = logging.getLogger("torch_dcpx")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_STALE_PAUSES_S = (0.0, 0.05, 0.2, 0.8, 1.5)  # a client keeps a handle for a second
+LATE_PAUSES_S = (0.0, 0.05, 0.2, 0.8, 1.5)  # a client keeps a handle for a second
 
 
 def uninterrupted(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -77,7 +77,7 @@ def on_stale(directory: _Opened, call: Callable[[int], _T]) -> _T:
     interrupts it. Where another node has just made the directory, and this one has an earlier
     handle of it, it is opened anew, by its path.
     """
-    pauses_s = iter(_STALE_PAUSES_S)
+    pauses_s = iter(LATE_PAUSES_S)
     while True:
         try:
             return call(directory.fd)
