@@ -38,6 +38,7 @@ UNKNOWN_S = 5.0  # for which a look is repeated that no save of this job is know
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _PAUSES_S = (0.0, 0.2, 0.8, 1.2, 1.3)  # more than the second for which most clients keep names
 _MAX_NOTES = 4096
+_MAX_BEFORE = 16  # of one path: which a node may still see
 _LATE = frozenset({errno.ESTALE, errno.ENOENT})
 
 
@@ -45,7 +46,7 @@ class Saved(NamedTuple):
     """A save of this job, and those that it has replaced."""
 
     save_id: str
-    before: frozenset[str]
+    before: tuple[str, ...]  # the last ones, the latest at the end
 
 
 _saved: dict[str, Saved] = {}  # by path, the oldest first
@@ -57,10 +58,9 @@ def note_saved(location: Location, save_id: str, replaced: str = "") -> None:
         return
     path = str(location)
     known = _saved.pop(path, None)
-    before = frozenset({replaced}) - {"", save_id}
-    if known is not None:
-        before |= (known.before | {known.save_id}) - {save_id}
-    _saved[path] = Saved(save_id, before)
+    earlier = (*known.before, known.save_id, replaced) if known else (replaced,)
+    before = tuple(one for one in dict.fromkeys(earlier) if one not in ("", save_id))
+    _saved[path] = Saved(save_id, before[-_MAX_BEFORE:])
     if len(_saved) > _MAX_NOTES:
         _saved.pop(next(iter(_saved)), None)
 
