@@ -87,16 +87,17 @@ def shared_mount(path: str) -> Mount | None:
 
 
 def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
-    parts = os.path.abspath(path).split("/")[1:]  # noqa: PTH100 - resolve() would ask a server
+    parts = os.path.abspath(path).split("/")  # noqa: PTH100 - resolve() would ask a server
     at, links = "", 0
     while parts:
         part = parts.pop(0)
-        at = os.path.dirname(at) if part == ".." else f"{at}/{part}"  # noqa: PTH120
-        mount = table.get(at)
+        at = os.path.dirname(at) if part == ".." else f"{at}/{part}".rstrip("/")  # noqa: PTH120
+        mount = table.get(at or "/")
         if mount is not None and mount.is_shared:
             inner = [where for where in table if where.startswith(f"{at}/")]
             rest = "/".join([at, *parts])
-            best = max((w for w in inner if f"{rest}/".startswith(f"{w}/")), key=len, default=at)
+            place = (where for where in inner if f"{rest}/".startswith(f"{where}/"))
+            best = max(place, key=len, default=at or "/")
             return table[best] if table[best].is_shared else None
         try:
             link = os.readlink(at)  # noqa: PTH115

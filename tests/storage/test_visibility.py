@@ -86,6 +86,20 @@ def test_types_of_mounts_tell_which_other_nodes_mount(
     assert not _mounts.is_shared(place)
 
 
+def test_nodes_without_a_disk_share_what_is_mounted_at_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mountinfo"
+    monkeypatch.setattr(_mounts, "_TABLE", table)
+    table.write_text(
+        "22 1 0:20 / / ro - nfs4 server:/image rw\n"
+        "23 22 0:21 / /tmp rw - tmpfs tmpfs rw\n"
+        "24 22 0:22 / /proc rw - proc proc rw\n"
+    )
+    assert _mounts.is_shared("/") and _mounts.is_shared("/srv/checkpoints")
+    assert not _mounts.is_shared("/tmp/x") and not _mounts.is_shared("/proc/self")
+
+
 def test_late_looks_are_repeated_until_one_sees(shared: Path, slept: list[float]) -> None:
     looks = Looks(*late_errors())
     assert look_until_seen(shared, 30.0, looks) == 5
@@ -167,6 +181,15 @@ def test_notes_of_saves_are_bounded(tmp_path: Path) -> None:
         note_saved(tmp_path / str(number), "a" * 32)
     assert len(visibility._saved) == visibility._MAX_NOTES
     assert saved_at(tmp_path / "0") is None and saved_at(tmp_path / "99") is not None
+
+
+def test_notes_of_many_saves_to_one_path_are_bounded(tmp_path: Path) -> None:
+    for number in range(1000):
+        note_saved(tmp_path, f"{number:032x}")
+    known = saved_at(tmp_path)
+    assert known is not None and len(known.before) < 100
+    with pytest.raises(StorageError):
+        refuse_older(tmp_path, f"{998:032x}")
 
 
 @pytest.mark.parametrize("times", [0, 1, 5])
