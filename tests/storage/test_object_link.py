@@ -19,15 +19,28 @@ def never() -> bool:
 
 def test_quick_bytes_let_more_be_under_way_and_slow_ones_less() -> None:
     window = Window(32 * MIB)
-    window.take(8 * MIB, never)
+    for _ in range(3):
+        window.take(8 * MIB, never)
     window.give_back(8 * MIB, 0.1)
     assert window.nbytes == 40 * MIB and not window.is_slow
+    for _ in range(2):
+        window.give_back(8 * MIB, 8.0)
     window.take(8 * MIB, never)
     window.give_back(8 * MIB, 40.0)
     assert window.nbytes == 10 * MIB and window.is_slow
     window.take(8 * MIB, never)
     window.give_back(8 * MIB, 8.0)
     assert window.nbytes == 10 * MIB
+
+
+def test_window_of_a_link_that_was_quick_for_long_follows_it_when_it_is_slow() -> None:
+    window = Window(32 * MIB)
+    for _ in range(10_000):
+        window.take(8 * MIB, never)
+        window.give_back(8 * MIB, 0.1)
+    window.take(8 * MIB, never)
+    window.give_back(8 * MIB, 100.0)
+    assert window.is_slow
 
 
 def test_bytes_that_were_under_way_together_count_once() -> None:

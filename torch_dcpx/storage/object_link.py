@@ -63,9 +63,10 @@ class Window:
             took_s: how long they were; None: they were given up.
         """
         with self._changed:
+            is_full = 2 * self._taken_bytes > self.nbytes
             self._taken_bytes -= nbytes
             if took_s is not None and took_s < _QUICK_S:
-                self.nbytes += nbytes
+                self.nbytes += nbytes if is_full else 0  # else it would forget what the link takes
             elif took_s is not None and took_s > _SLOW_S:
                 now = time.monotonic()
                 if now - self._cut_at > took_s:  # these were under way since the last cut
