@@ -131,3 +131,19 @@ def test_pointer_that_does_not_answer_is_not_taken_for_none(
         resumed(root)
     assert info.value.errno == code
     assert resumed(root, allow_older=True).tag == "step-2"
+
+
+def test_what_did_not_answer_an_hour_ago_does_not_keep_a_resume_from_what_answers_now(
+    two_clients: Clients,
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    with manager_of(root, no_dist=True) as manager:
+        manager.save("best", state={"x": torch.full((3,), 1.0)}, step=1)
+        save_steps(manager, 2)
+        client.take_down("*best/.metadata", lookup=errno.ENOTCONN)
+        client.forget()
+        assert [each.tag for each in manager._root.listed()[0]] == ["step-2"]
+        client.clear()
+        client.forget()
+        assert manager.resume(state={"x": torch.zeros(3)}).tag == "step-2"

@@ -151,6 +151,7 @@ class ManagerRoot:
     def newest(self) -> tuple[Stored | None, Skipped]:
         """Returns and notes the newest whole checkpoint; and the others. Raises: StorageError."""
         self._known.clear()
+        self.silent.clear()
         pointer = self._read()
         self._damaged.update(pointer.damaged)
         self._noted.update(pointer.damaged)
@@ -245,6 +246,7 @@ class ManagerRoot:
 
     def newest_but(self, passed: Collection[str]) -> tuple[Stored | None, Skipped]:
         """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
+        self.silent.clear()
         found, skipped = self.listed()
         self._warn(skipped)
         return next((each for each in found if each.tag not in passed), None), skipped
