@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, s
 from support.machine import seconds
 
 from torch_dcpx import ConcurrentSaveError
+from torch_dcpx._answers import answered
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
@@ -45,6 +47,32 @@ def test_silent_job_of_another_machine_is_gone(
 
 def _refuse(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "no locks")
+
+
+def test_renewals_go_on_once_a_storage_answers_again_however_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root_lock, "_GONE_S", 2.0)
+    monkeypatch.setattr(root_lock, "_RENEW_S", 0.01)
+    answers, has_renewed = threading.Event(), threading.Event()
+    true_put = FileRecord.put
+
+    def put_slowly(self: FileRecord, holder: Holder) -> bool:
+        def call() -> bool:
+            time.sleep(0.5 if answers.is_set() else 3)
+            return True
+
+        answered(call, "put", str(self.path))
+        has_renewed.set()
+        return true_put(self, holder)
+
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(FileRecord, "put", put_slowly)
+            assert not has_renewed.wait(2.5)  # one has had no answer
+            answers.set()
+            assert has_renewed.wait(seconds(20))
 
 
 def test_job_of_another_machine_that_renews_is_refused_to(

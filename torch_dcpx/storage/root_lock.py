@@ -67,9 +67,9 @@ class _Held:
             logger.warning("no thread to renew the lock of '%s': %s", self.path, error)
 
     def _keep(self) -> None:
-        BOUND.set(StorageTimeout(_GONE_S, "renewal_s"))  # of this thread
         has_warned = False
         while self._waits():
+            BOUND.set(StorageTimeout(_GONE_S, "renewal_s"))  # of each: one had no answer, perhaps
             if _is_taken_out(self):
                 self.end()
                 return
