@@ -85,6 +85,7 @@ def test_url_of_no_checkpoint_is_refused(
     "url",
     [
         "s3://key:secret@bucket/run",
+        "s3:///key:secret@bucket/run",
         "s3://bucket/run?secret=1",
         "s3://bucket/run#secret",
         "az://container@secret.blob.core.windows.net/run",

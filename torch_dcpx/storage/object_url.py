@@ -116,7 +116,7 @@ def check_url(text: str, name: str) -> None:
     """
     scheme, bucket, key = _parts(text)
     service = SERVICES[scheme]
-    if "@" in bucket or ":" in bucket:  # a password may have a "/" in it
+    if "@" in (bucket or key) or ":" in bucket:  # a password may have a "/" in it
         raise UnsupportedError(
             f"{name} is an {scheme}:// URL with a user or a password in it: give credentials as "
             f"environment variables, such as {service.credentials}"
