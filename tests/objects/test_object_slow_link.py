@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ from support.slow_link import SlowLink
 
 import torch_dcpx as dcpx
 from torch_dcpx import ReadOptions, WriteOptions
+from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx.storage import object_store
+from torch_dcpx.storage.object_store import bucket_of
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
 
 pytestmark = s3_alone
 
@@ -54,6 +59,30 @@ def test_range_that_takes_longer_than_the_bound_on_silence_is_read_once_while_it
     dcpx.load(found, object_prefix, options=ReadOptions(load_timeout_s=2))
     assert torch.equal(found["w"], state["w"])
     assert 4.8 * MB < slow.received < 5.5 * MB
+
+
+def test_range_whose_answer_ends_early_is_read_again_however_long_it_moved(
+    object_prefix: str, link: Callable[[float], SlowLink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_MAX_REPEATED_S", 1.0)
+    body = bytes(2 * MB)
+    url = location_of(f"{object_prefix}/a")
+    assert isinstance(url, ObjectUrl)
+    bucket_of(url).put(url.key, [body])
+    link(1 * MB)
+    bucket = bucket_of(url)
+    true_get, ends_early = bucket._obstore.get, [True]
+
+    def get(*args: Any, **more: Any) -> Any:
+        found = true_get(*args, **more)
+        if ends_early and len(found.bytes()):
+            ends_early.clear()
+            raise bucket._obstore.exceptions.GenericError("request or response body error")
+        return found
+
+    monkeypatch.setattr(bucket._obstore, "get", get)
+    with wait_at_most(StorageTimeout(4, "load_timeout_s")):
+        assert bytes(bucket.get(url.key).body) == body
 
 
 @pytest.mark.slow

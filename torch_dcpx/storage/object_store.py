@@ -155,7 +155,8 @@ class Bucket:
                 with self.errors(verb, key, offset=offset, nbytes=nbytes):
                     return self._answered(verb, key, call)
             except StorageError as error:
-                is_late = time.monotonic() - began > _MAX_REPEATED_S
+                since = max(began, self.link.moved_at())  # a slow link takes long to carry anything
+                is_late = time.monotonic() - since > _MAX_REPEATED_S
                 if error.errno != errno.EIO or is_late or not tries_left:
                     raise
                 logger.debug("again: %s", error)
