@@ -20,8 +20,8 @@ class Leaving {  // Thread-safe. Outlives the workers.
   // When this has returned, nobody who stays is left. Blocks while somebody stays.
   void leave() {
     DCPX_CHECK(is_possible_, "a job that nobody may leave");
+    has_left_.store(true);  // first: who stays again and again would keep the lock from ever coming
     const std::lock_guard lock(mutex_);
-    has_left_.store(true);
   }
   // For whoever writes to the caller's memory: holds the caller back, unless has_left() by then.
   std::shared_lock<std::shared_mutex> stay() {

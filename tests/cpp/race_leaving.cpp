@@ -1,6 +1,8 @@
 // A ReadJob whose caller leaves while four workers read: from then on its memory is the caller's.
+#include <atomic>
 #include <chrono>
 #include <thread>
+#include <vector>
 
 #include "check.h"
 #include "engine/leaving.h"
@@ -82,6 +84,29 @@ TEST(no_byte_reaches_a_target_once_its_caller_has_left) {
     CHECK(threads_end.holds());
   }
   CHECK(left_early > 0);
+}
+
+TEST(who_stays_again_and_again_does_not_keep_the_caller) {
+  constexpr int kStays = 200;
+  Leaving leaving(true);
+  std::atomic<int> begun{0};
+  std::vector<std::thread> workers;
+  for (int i = 0; i < 8; ++i) {
+    workers.emplace_back([&] {
+      for (int stay = 0; stay < kStays; ++stay) {
+        const auto staying = leaving.stay();
+        if (leaving.has_left()) return;
+        begun.fetch_add(1);
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));  // copies
+      }
+    });
+  }
+  while (begun.load() < 8) std::this_thread::yield();
+  leaving.leave();
+  const int copies = begun.load();
+  for (auto& worker : workers) worker.join();
+  CHECK_EQ(copies, begun.load());
+  CHECK(copies < 8 * kStays / 2);
 }
 
 TEST(what_is_left_before_it_began_ends_with_the_first_poll) {
