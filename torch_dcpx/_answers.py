@@ -8,7 +8,8 @@ takes no signal. So the call runs on a thread of ours, and the caller waits for 
 3. At the bound it raises StorageError (ETIMEDOUT). The thread is left behind, one log line an
    operation says so, and what the call returns later is discarded.
 4. From then on the calls of the operation together wait for half of the margin: what tidies up
-   comes before other ranks learn of the error. The next answer ends that.
+   comes before other ranks learn of the error. Behind an answer each may wait anew, for a part of
+   the margin that gets less each time: where one disk of many is silent, the bound holds as well.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class StorageTimeout:
         self.timeout_s, self.option = timeout_s, option
         self._gave_up_at: float | None = None
         self._silent_since = 0.0
+        self._silences = 0  # that ended by the bound
         self._is_logged = False
 
     @property
@@ -60,6 +62,8 @@ class StorageTimeout:
         margin_s, gave_up_at = min(self.timeout_s / 4, _MOST_MARGIN_S), self._gave_up_at
         if gave_up_at is not None:
             return max(gave_up_at + margin_s / 2 - time.monotonic(), _LEAST_S)
+        if self._silences:
+            return max(margin_s / 4.0 ** min(self._silences, 9), _LEAST_S)
         return min(self.timeout_s - margin_s, threading.TIMEOUT_MAX)
 
     def note_answer(self) -> None:
@@ -76,6 +80,7 @@ class StorageTimeout:
         now = time.monotonic()
         if self._gave_up_at is None:
             self._gave_up_at, self._silent_since = now, now - waited_s
+            self._silences += 1
         waited_s = now - self._silent_since
         bound = f"{self.option}={self.timeout_s:.4g} bounds the wait"
         return StorageError(

@@ -66,7 +66,16 @@ def test_an_operation_that_got_no_answer_tidies_up_without_waiting_as_long_again
     assert 4.0 < timeout.wait_s <= 5.0
     with wait_at_most(timeout):
         answered(lambda: None, "open", "/x")
-    assert timeout.wait_s == 90.0
+    assert 2.0 < timeout.wait_s <= 2.5
+
+
+def test_an_operation_ends_by_its_bound_where_only_some_files_are_silent() -> None:
+    timeout, waited_s = StorageTimeout(100.0, "load_timeout_s"), 0.0
+    for _ in range(700):  # files, of which every other one is silent
+        waited_s += timeout.wait_s
+        timeout.error("read", "/x", timeout.wait_s)
+        timeout.note_answer()
+    assert waited_s < 90.0 + 2.5 + 0.625 + 0.2 + 697 * 0.1
 
 
 def test_an_answer_that_comes_too_late_is_discarded(stopped: threading.Event) -> None:

@@ -15,9 +15,12 @@ from support.machine import seconds
 
 import torch_dcpx
 from torch_dcpx import StorageError, _mounts
-from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx._answers import StorageTimeout, current_timeout, wait_at_most
 from torch_dcpx._mounts import Mount
+from torch_dcpx.checkpoint.load import load_for_another_call
+from torch_dcpx.reader import reader
 from torch_dcpx.storage.answered_job import AnsweredReadJob, AnsweredVerifyJob, AnsweredWriteJob
+from torch_dcpx.views import ls
 
 BOUND_S = 0.4
 
@@ -156,3 +159,28 @@ def test_places_on_shared_file_systems_save_load_and_verify_by_such_jobs(
     assert report.read.in_place_bytes == 0  # a read that is left must not write to the target
     assert torch_dcpx.verify(tmp_path / "a").ok
     assert told
+
+
+def test_calls_that_are_a_part_of_another_share_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step-1", "step-2"):
+        torch_dcpx.save({"x": torch.ones(3)}, tmp_path / name)
+    found: list[StorageTimeout] = []
+
+    def note(true: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            found.append(current_timeout())
+            return true(*args)
+
+        return noted
+
+    monkeypatch.setattr(reader, "locate_items", note(reader.locate_items))
+    own = StorageTimeout(9, "load_timeout_s")
+    with wait_at_most(own):
+        load_for_another_call({"x": torch.zeros(3)}, reader.quiet_reader(tmp_path / "step-1", None))
+        assert found == [own] and current_timeout() is own
+    found.clear()
+    monkeypatch.setattr(ls, "listed", note(ls.listed))
+    torch_dcpx.ls(tmp_path)
+    assert len(found) == 2 and found[0] is found[1]

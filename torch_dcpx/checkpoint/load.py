@@ -21,6 +21,7 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torch_dcpx._answers import BOUND, StorageTimeout
 from torch_dcpx._arguments import check_part, check_state
 from torch_dcpx._text import counted, grouped, human_bytes
 from torch_dcpx.checkpoint.load_arguments import options_of, reader_for
@@ -142,10 +143,11 @@ def load_by(
     operation: Operation | None = None,
     has_trace: bool = True,
     is_repeated: bool = True,
+    bound: StorageTimeout | None = None,
 ) -> LoadReport:
     """As `load`, of checked rules or arguments of `LoadRules.of`. `operation` tells its end (None:
     one that begins now); `has_trace`: it leaves a file in DCPX_TRACE_DIR; `is_repeated`: it begins
-    anew where another save comes between.
+    anew where another save comes between; `bound`: of the call that this load is a part of.
     """
     began = time.perf_counter()
     call = CallId("load", last_component(checkpoint_id) or path_name(storage_reader))
@@ -155,6 +157,8 @@ def load_by(
     def load_once() -> LoadReport:
         timeout_s = ReadOptions.load_timeout_s
         with exchange_for(process_group, no_dist, timeout_s, "load", call) as exchange:
+            if bound is not None:
+                BOUND.set(bound)  # until the exchange ends
             check_state("load", state_dict, checkpoint_id)
             check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
             if checkpoint_id is not None:
@@ -197,6 +201,7 @@ def load_for_another_call(state_dict: dict[str, Any], reader: DcpxReader) -> Non
         no_dist=True,
         operation=UNHEARD,
         has_trace=False,
+        bound=BOUND.get(),
     )
 
 

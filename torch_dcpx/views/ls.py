@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from torch_dcpx._answers import current_timeout, wait_at_most
 from torch_dcpx._arguments import check_bool
 from torch_dcpx._text import age_text, human_bytes
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
@@ -176,7 +177,8 @@ def ls(path: str | os.PathLike[str], *, with_all: bool = False) -> Listing:
     """
     check_bool("with_all", with_all)
     where = location(path)
-    found = [listed(seen) for seen in walk(where)]
+    with wait_at_most(current_timeout()):
+        found = [listed(seen) for seen in walk(where)]
     kept = (one for one in found if with_all or one.state != "none" or one.problem)
     return Listing(str(where), tuple(kept))
 
