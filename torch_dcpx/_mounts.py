@@ -52,8 +52,9 @@ def _table() -> dict[str, Mount]:
         for line in _TABLE.read_text(errors="surrogateescape").splitlines():
             fields, _, source = line.partition(" - ")
             where, options = fields.split()[4:6]
-            for text, letter in _ESCAPED.items():
-                where = where.replace(text, letter)
+            if "\\" in where:
+                for text, letter in _ESCAPED.items():
+                    where = where.replace(text, letter)
             kind, _, more = source.split()[:3]
             found[where] = Mount(where, kind, (*options.split(","), *more.split(",")))
     return found
@@ -87,18 +88,18 @@ def shared_mount(path: str) -> Mount | None:
 
 
 def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
-    parts = os.path.abspath(path).split("/")  # noqa: PTH100 - resolve() would ask a server
+    path = os.path.abspath(path)  # noqa: PTH100 - resolve() would ask a server
+    root = table.get("/")
+    if root is not None and root.kind in _SHARED:
+        return _innermost(path, table)
+    parts = path.split("/")[1:]
     at, links = "", 0
     while parts:
         part = parts.pop(0)
-        at = os.path.dirname(at) if part == ".." else f"{at}/{part}".rstrip("/")  # noqa: PTH120
-        mount = table.get(at or "/")
+        at = os.path.dirname(at) if part == ".." else f"{at}/{part}"  # noqa: PTH120
+        mount = table.get(at)
         if mount is not None and mount.is_shared:
-            inner = [where for where in table if where.startswith(f"{at}/")]
-            rest = "/".join([at, *parts])
-            place = (where for where in inner if f"{rest}/".startswith(f"{where}/"))
-            best = max(place, key=len, default=at or "/")
-            return table[best] if table[best].is_shared else None
+            return _innermost("/".join([at, *parts]), table)
         try:
             link = os.readlink(at)  # noqa: PTH115
         except OSError:
@@ -109,3 +110,10 @@ def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
         at = "" if link.startswith("/") else os.path.dirname(at)  # noqa: PTH120
         parts = [each for each in link.split("/") if each not in ("", ".")] + parts
     return None
+
+
+def _innermost(path: str, table: dict[str, Mount]) -> Mount | None:
+    """Returns the file system of a path, by names alone, if other nodes may mount it."""
+    above = (where for where in table if f"{path}/".startswith(f"{where.rstrip('/')}/"))
+    found = table[max(above, key=len)]
+    return found if found.is_shared else None
