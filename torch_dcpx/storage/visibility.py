@@ -58,25 +58,33 @@ def note_saved(location: Location, save_id: str, replaced: str = "") -> None:
         return
     path = str(location)
     known = _saved.pop(path, None)
-    earlier = (*known.before, known.save_id, replaced) if known else (replaced,)
-    before = tuple(one for one in dict.fromkeys(earlier) if one not in ("", save_id))
-    _saved[path] = Saved(save_id, before[-_MAX_BEFORE:])
+    before = () if known is None else known.before
+    if known is not None and known.save_id != save_id:
+        before = (*before, known.save_id)[-_MAX_BEFORE:]
+    _saved[path] = Saved(save_id, (*before, replaced) if replaced else before)
     if len(_saved) > _MAX_NOTES:
         _saved.pop(next(iter(_saved)), None)
 
 
 def saved_at(location: Location) -> Saved | None:
     """Returns the last save of this job at a path; None if there was none, or a later one."""
-    return _saved.get(str(location)) if _saved else None
+    if not _saved:
+        return None
+    known = _saved.get(str(location))
+    if known is None and isinstance(location, Path) and not location.is_absolute():
+        known = _saved.get(str(location.absolute()))  # as saves note it
+    return known
 
 
 def refuse_older(location: Location, save_id: str) -> None:
-    """Raises StorageError where a look sees a save that one of this job has replaced."""
+    """Raises StorageError where a node sees a save that one of this job has replaced. On a file
+    system of one node that save was put back.
+    """
     known = saved_at(location)
-    if known is None or save_id == known.save_id:
+    if known is None or save_id == known.save_id or not isinstance(location, Path):
         return
-    if save_id not in known.before:  # somebody else has saved there since
-        _saved.pop(str(location), None)
+    if save_id not in known.before or not is_shared(location):
+        _saved.pop(str(location.absolute()), None)  # somebody else has changed what is there since
         return
     path = str(location / METADATA_NAME)
     raise StorageError(
