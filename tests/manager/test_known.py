@@ -147,3 +147,16 @@ def test_what_did_not_answer_an_hour_ago_does_not_keep_a_resume_from_what_answer
         client.clear()
         client.forget()
         assert manager.resume(state={"x": torch.zeros(3)}).tag == "step-2"
+
+
+@pytest.mark.parametrize("text", ["", "garbage"])
+def test_damaged_pointer_is_replaced_by_the_next_save_on_a_shared_file_system(
+    two_clients: Clients, text: str
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1)
+    (root / "newest").write_text(text)
+    client.forget()
+    save_steps(manager_of(root), 2)
+    assert json.loads((root / "newest").read_text())["tag"] == "step-2"

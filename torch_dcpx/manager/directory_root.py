@@ -15,7 +15,13 @@ from typing import ClassVar
 
 from torch_dcpx._answered_os import os
 from torch_dcpx._mounts import is_shared
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, ShortReadError, StorageError
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    CorruptionError,
+    DcpxError,
+    ShortReadError,
+    StorageError,
+)
 from torch_dcpx.integrity.contents import open_checkpoint
 from torch_dcpx.manager.pointer import (
     Pointer,
@@ -145,8 +151,10 @@ class DirectoryRoot:
             with Directory(self.path) as directory:
                 for name in filter(set(left).__contains__, directory.names()):
                     directory.unlink(name)
-        if not was_held and is_shared(self.path) and self.read() is None:
-            self.write(Pointer())  # before all checkpoints: who misses it does not see all
+        if not was_held and is_shared(self.path):
+            with suppress(CorruptionError):  # the next commit replaces it
+                if self.read() is None:
+                    self.write(Pointer())  # before all checkpoints: who misses it does not see all
 
     def _left_pointers(self) -> list[str]:
         """Returns what holders of the root are writing, or have left; [] where nobody may look."""
