@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 
 import pytest
@@ -97,3 +98,14 @@ def test_bytes_move_where_a_connection_that_was_there_has_carried_more(
     link = Link()
     found = [link.moved_at() for _ in looks]
     assert found[:3] == [0.0, 0.0, 0.0] and found[3] > 0
+
+
+def test_look_at_the_sockets_of_a_process_without_a_free_descriptor_finds_none() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    link = Link()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        found = link.moved_at()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == 0.0

@@ -120,7 +120,10 @@ class Link:
 def _counts_of_sockets() -> dict[str, int]:
     """Returns the bytes that were acknowledged and received, by obstore's sockets."""
     found: dict[str, int] = {}
-    for path in Path("/proc/self/fd").iterdir():
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):  # no descriptor is left
+        paths.extend(Path("/proc/self/fd").iterdir())
+    for path in paths:
         with contextlib.suppress(OSError):  # it is closed by now, or no socket of TCP
             link = str(path.readlink())
             if not link.startswith("socket:"):
