@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.fuse_fixture import MountedClient
 from support.ranks import run_cases
 
-from torch_dcpx import CheckpointManager, ReadOptions, UnsupportedError, WriteOptions
+from torch_dcpx import (
+    CheckpointManager,
+    DcpxError,
+    PlanError,
+    ReadOptions,
+    StorageError,
+    UnsupportedError,
+    WriteOptions,
+)
+from torch_dcpx.writer.commit import check_present
 
 WORKER = Path(__file__).with_name("nodes_worker.py")
 Clients = tuple[MountedClient, MountedClient]
@@ -39,6 +52,24 @@ def test_a_mount_that_is_lost_fails_a_managers_save(two_clients: Clients, tmp_pa
     first, second = two_clients
     (tmp_path / "elsewhere").mkdir()
     run_cases(WORKER, 2, "lost mount", first.path, second.path, tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ENOENT])
+def test_a_file_that_cannot_be_looked_at_is_no_mount_that_is_missing(
+    tmp_path: Path, number: int
+) -> None:
+    path = str(tmp_path / "__1_0.distcp")
+
+    def check_sizes(*_: Any, **__: Any) -> None:
+        raise StorageError(f"stat '{path}': {os.strerror(number)}", errno=number, path=path)
+
+    place: Any = SimpleNamespace(path=tmp_path, missing=lambda _: [], check_sizes=check_sizes)
+    save: Any = SimpleNamespace(hosts=("node0", "node1"))
+    with pytest.raises(DcpxError) as caught:
+        check_present(place, (), (), save, 0.1)
+    is_missing = number == errno.ENOENT
+    assert type(caught.value) is (PlanError if is_missing else StorageError)
+    assert ("mount it on each" in str(caught.value)) == is_missing
 
 
 def test_a_manager_refuses_disks_of_each_node_by_name(tmp_path: Path) -> None:

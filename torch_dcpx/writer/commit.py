@@ -36,7 +36,7 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.place import Place, SmallContent
 from torch_dcpx.storage.running_save import RunningSave
-from torch_dcpx.storage.visibility import look_until_seen
+from torch_dcpx.storage.visibility import is_late_look, look_until_seen
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -178,7 +178,7 @@ def check_present(
             of other nodes, within `visible_s` seconds.
 
     Raises:
-        StorageError: a file that this rank wrote is gone.
+        StorageError: a file that this rank wrote is gone, or one cannot be looked at.
         PlanError: a file of another node is not here, or has another size.
     """
     for path in place.missing(list(own_files))[:1]:
@@ -198,6 +198,8 @@ def check_present(
     try:
         look_until_seen(place.path, visible_s, look, is_known=True)
     except StorageError as error:
+        if not is_late_look(error):
+            raise  # a part of the file system fails
         path = error.path or str(place.path)
         rank, *_ = data_file_parts(path.rpartition("/")[2]) or (-1,)
         writer = f"rank {rank} ({save.hosts[rank]})" if 0 <= rank < len(save.hosts) else "a rank"
