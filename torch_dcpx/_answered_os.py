@@ -2,7 +2,8 @@
 
 The kernel interrupts no call on a file system in user space, or of a server, that was sent off and
 is not answered. So where other nodes mount a file system, by its type, each call there is made by
-`answered`. Where nothing of such a type is mounted at the import of this module, `os` is Python's.
+`answered`. As long as nothing of such a type is mounted, `os` and `fcntl` share the contents of
+Python's: a call costs nothing more. `note_device` and `path_of` find what is mounted later.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ from __future__ import annotations
 import fcntl as _fcntl
 import os as _os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torch_dcpx import _descriptors, _mounts
+from torch_dcpx import _mounts
 from torch_dcpx._answers import answered
 
 _Path = Any  # as os takes it: a name, or a descriptor
+_Result = TypeVar("_Result")
 
-_BY_NAME = ("access", "lstat", "mkdir", "readlink", "rmdir", "stat", "unlink")
-_BY_FILE = ("fdatasync", "fsync", "fstat", "ftruncate", "lseek", "pread", "pwrite", "write")
+_BY_NAME = ("access", "chown", "lstat", "mkdir", "readlink", "rmdir", "stat", "unlink", "utime")
+_BY_FILE = ("fdatasync", "fsync", "fstat", "ftruncate", "lseek", "pread", "pwrite", "read", "write")
 _BY_PATH = (*_BY_NAME, *_BY_FILE, "listdir", "statvfs")
 _BY_TWO_PATHS = ("link", "rename", "replace")
-_OF_PATH = ("exists", "isdir", "isfile", "islink", "lexists", "realpath")
+_OF_PATH = ("exists", "isdir", "isfile", "islink", "ismount", "lexists", "realpath", "samefile")
+_OF_PATH_OBJECT = (
+    *("exists", "is_dir", "is_file", "is_symlink", "lstat", "mkdir", "read_bytes", "read_text"),
+    *("rename", "replace", "resolve", "rmdir", "samefile", "stat", "touch", "unlink"),
+    *("write_bytes", "write_text"),
+)
+_LISTING = ("glob", "iterdir", "rglob")
 
 
 class _Entries(list[Any]):
@@ -90,38 +99,38 @@ class AnsweredOs:
 
         return answered(listed, f"list '{where}'", where)
 
-    def opened(
-        self, real: Callable[..., int], path: _Path, flags: int, mode: int, dir_fd: int | None
-    ) -> int:
-        """Returns what `real`, an `open`, returns."""
+    def walk(self, top: _Path, **kwargs: Any) -> Iterator[Any]:
+        return iter(answered_at(top, "list", lambda: list(_os.walk(top, **kwargs))))
+
+    def open(self, path: _Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         where = self.where(path, dir_fd)
         if where is None:
-            fd = real(path, flags, mode, dir_fd=dir_fd)
+            fd = _os.open(path, flags, mode, dir_fd=dir_fd)
             self._paths.pop(fd, None)
             return fd
 
         def call() -> int:
-            return real(path, flags, mode, dir_fd=dir_fd)
+            return _os.open(path, flags, mode, dir_fd=dir_fd)
 
         fd = answered(call, f"open '{where}'", where, discard=_os.close)
         self._paths[fd] = where
         return fd
 
-    def open(self, path: _Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        return self.opened(_os.open, path, flags, mode, dir_fd)
-
-    def dup(self, fd: int) -> int:
-        copy = _os.dup(fd)
+    def copied(self, fd: int, copy: int) -> int:
+        """Returns `copy`, a further descriptor of an open file."""
         if fd in self._paths:
             self._paths[copy] = self._paths[fd]
         return copy
+
+    def dup(self, fd: int) -> int:
+        return self.copied(fd, _os.dup(fd))
 
     def close(self, fd: int) -> None:
         where = self._paths.pop(fd, None)
         if where is None:
             _os.close(fd)
         else:
-            answered(lambda: _os.close(fd), f"close '{where}'", where)
+            answered(lambda: _os.close(fd), f"close '{where}'", where, is_proof=False)
 
 
 class _AnsweredPath:
@@ -139,7 +148,13 @@ class _AnsweredFcntl:
     """Stands for `fcntl`."""
 
     def __init__(self, own: AnsweredOs) -> None:
+        self._own = own
         self.flock = own._by_path(_fcntl, "flock")
+
+    def fcntl(self, fd: int, command: int, *args: Any) -> Any:
+        found = _fcntl.fcntl(fd, command, *args)
+        is_copy = command in (_fcntl.F_DUPFD, _fcntl.F_DUPFD_CLOEXEC)
+        return self._own.copied(fd, found) if is_copy else found
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_fcntl, name)
@@ -148,15 +163,70 @@ class _AnsweredFcntl:
 if TYPE_CHECKING:
     import fcntl as fcntl
     import os as os
-
-    from torch_dcpx._descriptors import open_file as open_file
-elif not _mounts.HAS_SHARED:
-    os = _os
-    fcntl = _fcntl
-    open_file = _descriptors.open_file
 else:
-    os = AnsweredOs()
-    fcntl = _AnsweredFcntl(os)
+    os, fcntl = AnsweredOs.__new__(AnsweredOs), _AnsweredFcntl.__new__(_AnsweredFcntl)
+    # What an object has itself goes before the methods of its class: these are Python's functions,
+    # also where somebody puts others in their place.
+    os.__dict__, fcntl.__dict__ = vars(_os), vars(_fcntl)
 
-    def open_file(path: _Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        return os.opened(_descriptors.open_file, path, flags, mode, dir_fd)
+
+def _begin() -> None:
+    """Has the calls answered, if anything shared is mounted."""
+    ours: Any = os
+    if _mounts.HAS_SHARED and vars(ours) is vars(_os):
+        made, locks = AnsweredOs(), cast(Any, fcntl)
+        locks.__dict__, ours.__dict__ = vars(_AnsweredFcntl(made)), vars(made)
+
+
+_begin()
+
+
+def note_device(path: _Path, device: int) -> None:
+    """Looks what is mounted now, if a path is on a device that nobody has seen so far.
+
+    Callers compare with `_mounts.LOCAL_DEVICES` themselves, which costs no call.
+    """
+    _mounts.note_device(_os.fsdecode(path), device)
+    _begin()
+
+
+class AnsweredPath(PosixPath):
+    """A path on such a file system."""
+
+    def open(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Path.open`; reads and writes of what it returns are not answered."""
+        call = super().open
+        return answered(lambda: call(*args, **kwargs), f"open '{self}'", str(self))
+
+
+def _of_path_object(name: str) -> Callable[..., Any]:
+    def call(self: Path, *args: Any, **kwargs: Any) -> Any:
+        def real() -> Any:
+            found = getattr(PosixPath, name)(self, *args, **kwargs)
+            return iter(list(found)) if name in _LISTING else found
+
+        return answered(real, f"{name} '{self}'", str(self))
+
+    return call
+
+
+for _name in (*_OF_PATH_OBJECT, *_LISTING):
+    setattr(AnsweredPath, _name, _of_path_object(_name))
+
+
+def may_be_silent(path: _Path) -> bool:
+    """Returns whether a path is on such a file system."""
+    return _mounts.HAS_SHARED and _mounts.shared_mount(_os.fspath(path)) is not None
+
+
+def path_of(*parts: _Path) -> Path:
+    """Returns a path, whose methods are answered where it is on such a file system."""
+    path = Path(*parts)
+    return AnsweredPath(path) if may_be_silent(path) else path
+
+
+def answered_at(path: _Path, verb: str, call: Callable[[], _Result]) -> _Result:
+    """Returns what `call` returns, answered as a whole if `path` is on such a file system."""
+    if not may_be_silent(path):
+        return call()
+    return answered(call, f"{verb} '{_os.fspath(path)}'", _os.fspath(path))

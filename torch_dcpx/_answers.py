@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 _LEAST_S = 0.1  # for a call behind one without an answer
 _SLICE_S = 0.2
-_LOOK_S = 5.0  # between looks whether bytes of a call move
+_LOOK_S = 0.5  # between looks whether bytes of a call move, or its caller has left
 _IDLE_S = 2.0  # then a thread without calls ends
 _MOST_MARGIN_S = 10.0  # in which other ranks learn of the error, before they miss this rank
 
@@ -54,12 +54,16 @@ class StorageTimeout:
         self._gave_up_at: float | None = None
         self._silent_since = 0.0
         self._silences = 0  # that ended by the bound
-        self._is_logged = False
+        self._is_logged = self._is_interrupted = False
+
+    @property
+    def _margin_s(self) -> float:
+        return min(self.timeout_s / 4, _MOST_MARGIN_S)
 
     @property
     def wait_s(self) -> float:
         """Seconds that the next call waits without any progress."""
-        margin_s, gave_up_at = min(self.timeout_s / 4, _MOST_MARGIN_S), self._gave_up_at
+        margin_s, gave_up_at = self._margin_s, self._gave_up_at
         if gave_up_at is not None:
             return max(gave_up_at + margin_s / 2 - time.monotonic(), _LEAST_S)
         if self._silences:
@@ -68,7 +72,15 @@ class StorageTimeout:
 
     def note_answer(self) -> None:
         """Notes that the storage answers."""
-        self._gave_up_at = None
+        if not self._is_interrupted:  # else some answers come from what the kernel keeps
+            self._gave_up_at = None
+
+    def note_interrupt(self) -> None:
+        """Notes that a call was interrupted: what tidies up waits for a second at most."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            self._silent_since = time.monotonic()
+            self._gave_up_at = self._silent_since + min(1.0 - self._margin_s / 2, 0.0)
 
     def error(self, what: str, path: str, waited_s: float) -> StorageError:
         """Returns the error of a call without an answer, and notes that there was none.
@@ -225,6 +237,7 @@ def answered(
     path: str,
     discard: Callable[[R], object] | None = None,
     moved_at: Callable[[], float] | None = None,
+    is_proof: bool = True,
 ) -> R:
     """Returns what `call` returns, or raises what it raises, if it does within the bound.
 
@@ -236,6 +249,7 @@ def answered(
             that is to be closed. Default None: it is only dropped.
         moved_at: returns when bytes of such calls have last moved, by `time.monotonic()`: from then
             on the bound counts. Default None: from the call.
+        is_proof: whether an answer shows that the storage answers. Default True.
 
     Raises:
         StorageError: ETIMEDOUT, no answer within the bound of this operation.
@@ -253,11 +267,14 @@ def answered(
         worker.calls.put(lambda: _make(call, answer, what, discard))
         has_come = _comes(answer, timeout, began, moved_at) or not answer.leave()
     except BaseException:
-        if not answer.leave() and discard is not None:
+        if answer.leave():
+            timeout.note_interrupt()
+        elif discard is not None:
             discard(answer.taken())
         raise
     if has_come:
-        timeout.note_answer()
+        if is_proof:
+            timeout.note_answer()
         return answer.taken()
     waited_s = time.monotonic() - began
     timeout.log_left(what, waited_s)

@@ -7,8 +7,8 @@ number, and what a library prints would go into it. csrc/common/standard_fds.h d
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
+
+from torch_dcpx._answered_os import fcntl, os
 
 _FIRST = 3
 

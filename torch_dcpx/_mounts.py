@@ -37,6 +37,7 @@ class Mount(NamedTuple):
     where: str
     kind: str  # such as "nfs4"
     options: tuple[str, ...]  # of the mount and of the file system
+    device: int = -1
 
     @property
     def is_shared(self) -> bool:
@@ -51,20 +52,34 @@ def _table() -> dict[str, Mount]:
     with suppress(OSError):  # no /proc
         for line in _TABLE.read_text(errors="surrogateescape").splitlines():
             fields, _, source = line.partition(" - ")
-            where, options = fields.split()[4:6]
+            device, _, where, options = fields.split()[2:6]
             if "\\" in where:
                 for text, letter in _ESCAPED.items():
                     where = where.replace(text, letter)
             kind, _, more = source.split()[:3]
-            found[where] = Mount(where, kind, (*options.split(","), *more.split(",")))
+            number = os.makedev(*map(int, device.split(":")))
+            found[where] = Mount(where, kind, (*options.split(","), *more.split(",")), number)
     return found
 
 
-# Read once: what is mounted later counts as of this node. Where nothing shared is mounted, nobody
-# asks for the file system of a path at all.
+# Read at the import, and again by `note_device`. Where nothing shared is mounted, nobody asks for
+# the file system of a path at all.
 MOUNTS = _table()
 HAS_SHARED = any(mount.is_shared for mount in MOUNTS.values())
+LOCAL_DEVICES = {mount.device for mount in MOUNTS.values() if not mount.is_shared}
 _kept: dict[str, Mount | None] = {}
+
+
+def note_device(path: str, device: int) -> None:
+    """Reads the table again if a path is on a device that is neither known nor known as shared."""
+    global MOUNTS, HAS_SHARED
+    if device in LOCAL_DEVICES or (HAS_SHARED and shared_mount(path) is not None):
+        return
+    MOUNTS = _table()
+    HAS_SHARED = any(mount.is_shared for mount in MOUNTS.values())
+    _kept.clear()
+    if shared_mount(path) is None:
+        LOCAL_DEVICES.add(device)  # of a subvolume, say, which the table does not have
 
 
 def is_shared(path: str | os.PathLike[str]) -> bool:

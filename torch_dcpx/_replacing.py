@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_dcpx._answered_os import answered_at, os, path_of
 from torch_dcpx._descriptors import open_file, opener
 from torch_dcpx.errors import OptionError
 
@@ -50,7 +50,7 @@ class Replacing(NamedTuple):
         """Renames to a name that nothing has, or of what may go. Raises: OptionError, OSError."""
         self.check(new)
         if self.is_asked:
-            os.replace(old, new)  # noqa: PTH105 - as below
+            os.replace(old, new)
             return
         try:
             move_new(old, new)
@@ -66,7 +66,7 @@ class Replacing(NamedTuple):
             with open(path, "wb", opener=opener) as file:
                 file.write(content)  # a rename to /dev/null would put a file in its place
             return
-        path = Path(os.path.realpath(path))
+        path = path_of(os.path.realpath(path))
         self.check(path)
         # Neither by the name, which may fill 255 bytes, nor by the pid, which containers share.
         beside = path.with_name(f".dcpx.{os.urandom(8).hex()}.tmp")
@@ -88,7 +88,7 @@ def move_new(old: Path, new: Path) -> None:
         if error.errno not in _HAS_NO_SUCH_RENAME:
             raise
         os.close(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))  # claims it
-        os.replace(old, new)  # noqa: PTH105
+        os.replace(old, new)
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -104,7 +104,11 @@ def rename_new(old: Path, new: Path) -> None:
 def _renameat2(old: Path, new: Path, flags: int) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # musl has none
     names = os.fsencode(old), os.fsencode(new)
-    while call is None or call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) != 0:
-        number = errno.ENOSYS if call is None else ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+    def rename() -> None:
+        while call is None or call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags) != 0:
+            number = errno.ENOSYS if call is None else ctypes.get_errno()
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+    answered_at(new, f"rename '{old}' to", rename)

@@ -121,6 +121,9 @@ class SlowRows:
     def add(self, *_: Any) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
     def flush(self) -> None:
         self.has_begun.set()
         self.may_end.wait(seconds(120))

@@ -14,9 +14,9 @@ import pytest
 from conftest import RunPython
 from support.machine import seconds
 
-from torch_dcpx import StorageError, _mounts
-from torch_dcpx._answered_os import AnsweredOs
-from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx import StorageError, _answered_os, _mounts
+from torch_dcpx._answered_os import AnsweredOs, path_of
+from torch_dcpx._answers import StorageTimeout, answered, wait_at_most
 from torch_dcpx._mounts import Mount
 
 SOON_S = 0.2
@@ -169,13 +169,13 @@ def test_flock_of_a_shared_file_waits_on_another_thread(
 
 
 OWN = """
-import os, sys
+import fcntl, os, sys
 from pathlib import Path
 real = Path.read_text
 line = f"22 1 8:1 / / rw shared:1 - {sys.argv[1]} source rw\\n"
 Path.read_text = lambda self, **kw: line if self.name == "mountinfo" else real(self, **kw)
-from torch_dcpx import _answered_os, _descriptors
-print(_answered_os.os is os, _answered_os.open_file is _descriptors.open_file)
+from torch_dcpx import _answered_os as ours
+print(ours.os.stat is os.stat, ours.os.path is os.path, ours.fcntl.flock is fcntl.flock)
 """
 
 
@@ -183,4 +183,80 @@ print(_answered_os.os is os, _answered_os.open_file is _descriptors.open_file)
 def test_nothing_stands_between_where_nothing_shared_is_mounted(
     run_python: RunPython, kind: str, is_own: bool
 ) -> None:
-    assert run_python(OWN, kind).stdout == f"{is_own} {is_own}\n"
+    assert run_python(OWN, kind).stdout == f"{is_own} {is_own} {is_own}\n"
+
+
+LATER = """
+import os, sys, threading
+from pathlib import Path
+reads, mounts, real = [], ["1 0 8:1 / / rw - ext4 source rw"], Path.read_text
+def read_text(self, **kw):
+    if self.name != "mountinfo":
+        return real(self, **kw)
+    reads.append(self)
+    return "\\n".join(mounts)
+Path.read_text = read_text
+import torch_dcpx, torch
+from torch_dcpx import _mounts
+from torch_dcpx._answered_os import os as answered_os
+state, place = {"w": torch.ones(3)}, Path(sys.argv[1])
+device = place.stat().st_dev
+def threads_of_a_save():
+    found, stat = set(), os.stat
+    def noted(*args, **kw):
+        found.add(threading.current_thread().name)
+        return stat(*args, **kw)
+    os.stat = noted
+    torch_dcpx.save(state, place / "ckpt", no_dist=True)
+    os.stat = stat
+    return sorted(found)
+local = threads_of_a_save()
+again = threads_of_a_save()
+print(local == again == ["MainThread"], len(reads), device in _mounts.LOCAL_DEVICES)
+_mounts.LOCAL_DEVICES.clear()  # as if it were on a device that nobody has seen
+mounts.append(f"2 1 0:77 / {place} rw - fuse.late source rw")
+threads_of_a_save()
+print(any(name.startswith("dcpx-answer") for name in threads_of_a_save()), len(reads))
+found = {"w": torch.zeros(3)}
+torch_dcpx.load(found, place / "ckpt", no_dist=True)
+print(found["w"].tolist(), type(torch_dcpx.storage.object_url.location_of(str(place))).__name__)
+"""
+
+
+def test_mount_that_is_made_after_the_import_is_found_by_its_device(
+    run_python: RunPython, tmp_path: Path
+) -> None:
+    said = run_python(LATER, str(tmp_path)).stdout.splitlines()
+    assert said == ["True 2 True", "True 3", "[1.0, 1.0, 1.0] AnsweredPath"]
+
+
+PATH_CALLS: dict[str, Callable[[Path], Any]] = {
+    "exists": lambda path: (path / "file").exists(),
+    "iterdir": lambda path: [each.name for each in path.iterdir()],
+    "glob": lambda path: [each.name for each in path.glob("*")],
+    "read_bytes": lambda path: (path / "file").read_bytes(),
+    "is_dir": lambda path: path.parent.joinpath("shared").is_dir(),
+    "resolve": lambda path: path.resolve() == Path(path),
+    "rename": lambda path: (path / "file").rename(path / "moved").name,
+    "open": lambda path: (path / "file").open().close(),
+}
+
+
+@pytest.mark.parametrize("name", PATH_CALLS)
+def test_path_on_such_a_file_system_asks_on_another_thread_and_gives_what_a_path_does(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(_mounts, "HAS_SHARED", True)
+    (shared / "file").write_text("x")
+    own, asked = path_of(shared), list[str]()
+    monkeypatch.setattr(
+        _answered_os,
+        "answered",
+        lambda call, what, path: (asked.append(path), answered(call, what, path))[1],
+    )
+    found = PATH_CALLS[name](own)
+    assert asked and all(str(shared) in path for path in asked)
+    if name == "rename":
+        (shared / "moved").rename(shared / "file")
+    assert found == PATH_CALLS[name](shared)
+    assert type(path_of(shared.parent, "local")) is type(shared)

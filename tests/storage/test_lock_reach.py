@@ -240,7 +240,7 @@ def test_mounts_of_this_process_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(mounts, "_TABLE", table)
     found = mounts._table()
-    assert found["/"] == Mount("/", "ext4", ("rw", "relatime", "rw"))
+    assert found["/"] == Mount("/", "ext4", ("rw", "relatime", "rw"), os.makedev(8, 1))
     nfs = found["/mnt/with space"]
     assert nfs.is_shared and not found["/"].is_shared
     assert "local_lock=none" in nfs.options

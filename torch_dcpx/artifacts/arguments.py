@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from torch_dcpx._answered_os import os, path_of
 from torch_dcpx._arguments import check_bool, check_choice, check_type, checked_globs
 from torch_dcpx._compat import dtype_name
 from torch_dcpx._integers import plain_int
@@ -105,8 +104,8 @@ def _same_places(call: Call, first: Mapping[str, Any]) -> dict[str, str]:
         name: first[name]
         for name in _PLACES
         if call.arguments[name] != first[name]
-        and os.path.isabs(first[name])  # noqa: PTH117 - texts
-        and os.path.isabs(call.arguments[name])  # noqa: PTH117
+        and os.path.isabs(first[name])
+        and os.path.isabs(call.arguments[name])
         and os.path.realpath(call.arguments[name]) == os.path.realpath(first[name])
     }
 
@@ -185,12 +184,12 @@ def _directories(config: Any, merge_lora: Any) -> tuple[dict[str, bytes], Adapte
     """Returns what these directories hold. Raises: as `companions_in`, `Adapter`."""
     beside, adapter = {}, None
     if config is not None:
-        beside = companions_in(Path(checked_path(config, "copy it here", "config")))
+        beside = companions_in(path_of(checked_path(config, "copy it here", "config")))
     if isinstance(merge_lora, nn.Module):
         way = "; export(merge_lora.merge_and_unload(), path) is of a module in memory"
         raise must_be("merge_lora", merge_lora, "an adapter's directory", way)
     if merge_lora is not None:
-        adapter = Adapter(Path(checked_path(merge_lora, "copy it here", "merge_lora")))
+        adapter = Adapter(path_of(checked_path(merge_lora, "copy it here", "merge_lora")))
     return beside, adapter
 
 

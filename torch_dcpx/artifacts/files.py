@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import os
 import re
 import uuid
 import zipfile
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch_dcpx._answered_os import answered_at, may_be_silent, os
 from torch_dcpx._json import parsed_json
 from torch_dcpx._native import _C
 from torch_dcpx._replacing import Replacing
@@ -38,6 +38,7 @@ from torch_dcpx.options import WriteOptions
 from torch_dcpx.reader.safetensors import file_among
 from torch_dcpx.reader.safetensors_header import header_bytes
 from torch_dcpx.storage import flock
+from torch_dcpx.storage.answered_job import answered_job
 from torch_dcpx.storage.directory import Directory, make_directory
 from torch_dcpx.storage.names import TORCH_SUFFIXES, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_place import ObjectPlace
@@ -66,9 +67,7 @@ def slots_within(options: WriteOptions, memory_bytes: int, least_bytes: int) -> 
     return max(1, min(options.resolved_workers(), memory_bytes // slot_bytes)), slot_bytes
 
 
-def open_job(
-    directory: Directory, options: WriteOptions, memory_bytes: int | None = None
-) -> _C.RangeJob:
+def open_job(directory: Directory, options: WriteOptions, memory_bytes: int | None = None) -> Any:
     """Returns a job that writes to files of a directory. Raises: StorageError.
 
     Args:
@@ -77,7 +76,7 @@ def open_job(
     if memory_bytes is None:
         memory_bytes = options.resolved_memory_bytes()
     workers, slot_bytes = slots_within(options, memory_bytes, _LEAST_SLOT_BYTES)
-    return _C.RangeJob(
+    job = _C.RangeJob(
         dir_fd=directory.fd,
         dir_path=os.fsencode(directory.path),
         workers=workers,
@@ -85,6 +84,7 @@ def open_job(
         is_durable=options.durability == "full",
         use_direct=options.direct_io,
     )
+    return answered_job(job, directory.path) if may_be_silent(directory.path) else job
 
 
 def _lock(directory: Directory) -> bool:
@@ -117,11 +117,11 @@ def check_destination(directory: Path, file_name: str | None, single_name: str) 
     """
     place = directory if file_name is None else directory / file_name
     wrong = ""
-    if file_name is not None and os.path.isdir(place):  # noqa: PTH112 - never raises
+    if file_name is not None and os.path.isdir(place):
         wrong = "is a directory, where a file is to be written"
-    elif not os.path.isdir(directory) and os.path.lexists(directory):  # noqa: PTH112
+    elif not os.path.isdir(directory) and os.path.lexists(directory):
         place, wrong = directory, "is a file or a link to nothing, where a directory is to be made"
-    elif file_name is None and os.path.isdir(directory):  # noqa: PTH112
+    elif file_name is None and os.path.isdir(directory):
         with Directory(directory) as held:
             names = held.names()
         if any(is_metadata_name(one) or is_data_file_name(one) for one in names):
@@ -171,6 +171,10 @@ def is_artifact(path: Path) -> bool:
     """Returns whether a file is of the kind that its name says: of safetensors or torch.save, or an
     index.
     """
+    return answered_at(path, "look into", lambda: _is_artifact(path))
+
+
+def _is_artifact(path: Path) -> bool:
     try:
         if path.suffix in TORCH_SUFFIXES:
             with zipfile.ZipFile(path) as held:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._compat import dtype_by_name
 from torch_dcpx._json import parsed_json
 from torch_dcpx._text import counted, printable

@@ -11,11 +11,12 @@ import mmap
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_dcpx._native import _C
+from torch_dcpx._answers import current_timeout, wait_at_most
+from torch_dcpx.storage.answered_job import AnsweredRangeJob
 from torch_dcpx.tensors import device as device_memory
 from torch_dcpx.tensors.memory import byte_strides, is_plain
 
@@ -51,12 +52,14 @@ class Target(NamedTuple):
 class ExportRows:
     """Collects rows and writes them together. Not thread-safe."""
 
-    def __init__(self, job: _C.RangeJob, memory_bytes: int) -> None:
-        """Writes through `job`, holding copies of at most `memory_bytes`."""
+    def __init__(self, job: Any, memory_bytes: int) -> None:
+        """Writes through `job`, of `open_job`, holding copies of at most `memory_bytes`."""
         self._job = job
+        if isinstance(job, AnsweredRangeJob):
+            job.held = self
         self._piece_bytes = max(1, min(_MOST_PIECE_BYTES, memory_bytes // 4))
         self._rows: list[ExportRow] = []
-        self._copies: list[torch.Tensor] = []
+        self._held: list[torch.Tensor] = []  # that the rows are of
         self._copied_bytes = 0
 
     def add(self, source: torch.Tensor, place: torch.Tensor, target: Target) -> None:
@@ -77,7 +80,6 @@ class ExportRows:
         """Adds host memory, and keeps it until it is written."""
         if copy.numel() == 0:
             return
-        self._copies.append(copy)
         self._copied_bytes += copy.numel() * copy.element_size()
         self._add_row(copy, place, target)
         if self._copied_bytes >= self._piece_bytes:
@@ -87,9 +89,15 @@ class ExportRows:
         """Writes all rows."""
         if self._rows:
             self._job.write(self._rows)
-        self._rows, self._copies, self._copied_bytes = [], [], 0
+        self._rows, self._held, self._copied_bytes = [], [], 0
+
+    def leave(self) -> None:
+        """Ends a `flush` on another thread that waits for a silent storage."""
+        if isinstance(self._job, AnsweredRangeJob):
+            self._job.leave()
 
     def _add_row(self, source: torch.Tensor, place: torch.Tensor, target: Target) -> None:
+        self._held.append(source)
         width = source.element_size()
         lengths = tuple(source.shape)
         strides = byte_strides(lengths, source.stride(), width)
@@ -208,6 +216,7 @@ class BackgroundRows:
 
     def __init__(self, rows: ExportRows, piece_bytes: int) -> None:
         self._rows = rows
+        self._timeout = current_timeout()
         self._pieces = PieceMemory(piece_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcpx-export")
         self._under_way: Future[None] | None = None
@@ -224,6 +233,8 @@ class BackgroundRows:
         interruption: BaseException | None = None
         while True:
             try:
+                if error is not None:
+                    self._rows.leave()
                 # The thread uses the copies, and the job. Not join(): once interrupted, it takes
                 # a thread for dead.
                 with self._writing:
@@ -257,7 +268,7 @@ class BackgroundRows:
         self._under_way = self._thread.submit(self._write, filled)
 
     def _write(self, filled: list[tuple[torch.Tensor, torch.Tensor, Target]]) -> None:
-        with self._writing:
+        with self._writing, wait_at_most(self._timeout):
             if self._is_over:  # it had not begun when the caller was interrupted
                 return
             for copy, place, target in filled:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_dcpx._compat import dtype_by_name
-from torch_dcpx._native import _C
 from torch_dcpx.artifacts.files import open_job, temporary_name
 from torch_dcpx.artifacts.layout import ExportTensor, Layout
 from torch_dcpx.artifacts.rows import ExportRows, Target, slabs
@@ -83,9 +82,7 @@ def write_own(
         return Done(report["written_bytes"], report["in_place_bytes"], job.crc_shares())
 
 
-def _targets(
-    job: _C.RangeJob, order: Order, used: set[int], *, is_torch: bool
-) -> dict[int, Target]:
+def _targets(job: Any, order: Order, used: set[int], *, is_torch: bool) -> dict[int, Target]:
     """Opens the files of the tensors `used`. Returns their places by number."""
     opened: dict[int, int] = {}
     targets = {}

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.options import WriteOptions
@@ -114,7 +115,7 @@ class WriterWithFiles(DcpxWriter):
         """Puts the files aside, on the coordinator."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
-            folder = Path(self.path)
+            folder = path_of(self.path)
             make_directory(folder, is_durable=True)
             for name, content in self.files(folder).items():
                 self.beside.append(_Beside(folder / name, content))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx.checkpoint.load import load
 from torch_dcpx.checkpoint.stateful import LoadPart
 from torch_dcpx.keys.wrappers import inside
@@ -87,7 +88,7 @@ def noted(target: Path) -> Iterator[list[Part]]:
         path = checkpoint_id or getattr(storage_writer, "path", "")
         is_plain = _is_plain(storage_writer, _WRITERS, more)
         if is_plain and Path(path).absolute().is_relative_to(target):
-            return parts.append(Part(state_dict, Path(path)))
+            return parts.append(Part(state_dict, path_of(path)))
         named = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer}
         return stock(state_dict, **named, **more)
 
@@ -116,7 +117,7 @@ def loads_by_us(
         path = checkpoint_id or getattr(storage_reader, "path", "")
         is_plain = _is_plain(storage_reader, _READERS, more)
         if is_plain and Path(path).absolute().is_relative_to(folder.absolute()):
-            if base := may_miss(Part(state_dict, Path(path))):
+            if base := may_miss(Part(state_dict, path_of(path))):
                 state_dict = {**state_dict, "model": _Model(state_dict["model"], base)}
             return load(state_dict, path, cast="allow")
         named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader}

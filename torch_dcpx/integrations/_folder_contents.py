@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
+from torch_dcpx._answered_os import answered_at, os
 from torch_dcpx._replacing import exchange, rename_new
 from torch_dcpx.errors import ConcurrentSaveError, UnsupportedError
 from torch_dcpx.integrations._dcp_calls import parts_of
@@ -220,7 +221,7 @@ def _second_name(mine: Path, new: Path) -> None:
         new.mkdir()
         for each in mine.iterdir():
             _second_name(each, new / each.name)
-        shutil.copystat(mine, new, follow_symlinks=False)
+        answered_at(new, "copystat to", partial(shutil.copystat, mine, new, follow_symlinks=False))
     except OSError as error:
         logger.debug("no second name for '%s': %s", mine, error)
 
@@ -234,7 +235,7 @@ def like(old: Path, new: Path) -> None:
         except PermissionError as error:
             logger.warning("'%s' does not get the owner of '%s': %s", new, old, error)
     times = new.stat()
-    shutil.copystat(old, new)
+    answered_at(new, "copystat to", partial(shutil.copystat, old, new))
     os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 

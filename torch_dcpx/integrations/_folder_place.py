@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import shutil
 import uuid
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from torch_dcpx._answered_os import answered_at, os
 from torch_dcpx.errors import ConcurrentSaveError, StorageError, UnsupportedError
 from torch_dcpx.integrations._folder_contents import Replacement, is_directory, like
 from torch_dcpx.integrations._folder_record import Record, read_record, write_record
@@ -121,7 +122,7 @@ def _tidy(outer: Path, folder: Path, *, is_of_ours: bool) -> None:
                 continue
             if path.name.startswith(TRASH_PREFIX):
                 with storage_errors("remove", path):
-                    shutil.rmtree(path)
+                    answered_at(path, "remove", partial(shutil.rmtree, path))
             elif _ID.fullmatch(path.name):
                 _end(path, folder)
             elif path.name == folder.name and is_of_ours:  # of an earlier version
@@ -163,4 +164,4 @@ def _remove_new(path: Path) -> None:
     trash = path.with_name(f"{TRASH_PREFIX}{uuid.uuid4().hex[:12]}")
     rename_path(path, trash)
     with storage_errors("remove", trash):
-        shutil.rmtree(trash)
+        answered_at(trash, "remove", partial(shutil.rmtree, trash))

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._descriptors import open_file
 from torch_dcpx._json import parsed_json
 from torch_dcpx.errors import DcpxError
@@ -118,7 +118,7 @@ def record_of(folder: Path, save_id: str) -> Record:
             parts[at] = part_id
             own = names_of_part(folder / at)
         for name in names:
-            rel = os.path.join(at, name)  # noqa: PTH118 - relative
+            rel = os.path.join(at, name)
             if name in own or rel == FOLDER_NAME:
                 continue
             is_of_stock = METADATA_NAME in names and is_data_file_name(name)
@@ -154,7 +154,7 @@ def ours_in(folder: Path, by: Record | None) -> set[str]:
 
 
 def _beneath(part: str, names: frozenset[str]) -> Iterator[str]:
-    return (os.path.join(part, name) for name in names)  # noqa: PTH118 - relative
+    return (os.path.join(part, name) for name in names)
 
 
 def names_of_part(part: Path) -> frozenset[str]:
@@ -185,11 +185,13 @@ def digest_of(path: Path) -> str | None:
     digest = hashlib.blake2b(digest_size=16)
     try:
         fd = open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
-            while piece := file.read(_CHUNK_BYTES):
+            while piece := os.read(fd, _CHUNK_BYTES):
                 digest.update(piece)
+        finally:
+            os.close(fd)
     except OSError:
         return None
     return digest.hexdigest()
@@ -203,6 +205,6 @@ def _files_in(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
     with storage_errors("list", folder, is_read=True):
         for path, directories, names in os.walk(folder, onerror=refuse):
-            links = [one for one in directories if os.path.islink(os.path.join(path, one))]  # noqa: PTH114, PTH118
+            links = [one for one in directories if os.path.islink(os.path.join(path, one))]
             at = os.path.relpath(path, folder)
             yield "" if at == "." else at, sorted([*names, *links])

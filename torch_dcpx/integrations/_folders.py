@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torch_dcpx._answered_os import os, path_of
 from torch_dcpx._arguments import check_options
 from torch_dcpx._descriptors import open_file
 from torch_dcpx.checkpoint.handle import SaveHandle
@@ -115,7 +115,7 @@ class FolderSaves:
             return Call(self._name, {"folder": str(folder().absolute())})
 
         def make(calls: list[Call]) -> str:
-            own = Path(check_same_call(calls, of="a training").arguments["folder"])
+            own = path_of(check_same_call(calls, of="a training").arguments["folder"])
             if own.is_symlink() or (own.exists() and not own.is_dir()):
                 raise UnsupportedError(f"save '{own}': a link or a file lies there")
             if own.exists() and not may_replace:
@@ -127,7 +127,7 @@ class FolderSaves:
 
         timeout_s = self._options.save_timeout_s
         with exchange_for(None, False, timeout_s, "save", self._call) as exchange:
-            self._target = Path(exchange.all_reduce("begin", local, make))
+            self._target = path_of(exchange.all_reduce("begin", local, make))
         self._folder = self._target.parents[2] / self._target.name
         return self._target
 

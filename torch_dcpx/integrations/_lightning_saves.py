@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx._text import shown_url
 from torch_dcpx.checkpoint.handle import SaveHandle
 from torch_dcpx.checkpoint.save import async_save, save
@@ -227,13 +228,13 @@ def _is_like(path: Path) -> Callable[[], bool]:
 
 def _place(path: str) -> str:
     """Returns what a removal of a path removes: a link itself, not where it leads."""
-    whole = Path(path).absolute()
+    whole = path_of(path).absolute()
     return str(whole.parent.resolve() / whole.name)
 
 
 def _places(path: str) -> frozenset[str]:
     """Returns what a save to a path needs: its name, and where that leads."""
-    return frozenset((_place(path), str(Path(path).resolve())))
+    return frozenset((_place(path), str(path_of(path).resolve())))
 
 
 def raise_first(errors: list[BaseException]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import current, kept, put
 from torch_dcpx.integrations._framework import needed
@@ -64,7 +65,7 @@ def _save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
     if MultiStorageClientFeature.is_enabled():
         _own_save_config(config, checkpoint_dir)
         return
-    path, content = Path(checkpoint_dir) / CONFIG_FNAME, _encoded(config)
+    path, content = path_of(checkpoint_dir) / CONFIG_FNAME, _encoded(config)
     if not path.exists() or path.read_bytes() != content:
         put(path, content)
 
@@ -85,7 +86,7 @@ def _use_durable_common() -> None:
             if MultiStorageClientFeature.is_enabled():
                 super().save_common(common_state_dict, checkpoint_dir)
             elif dist.get_rank() == 0:
-                path = Path(checkpoint_dir) / _COMMON
+                path = path_of(checkpoint_dir) / _COMMON
                 old = kept(path)
                 if old is not None and path.exists() and not old.exists():
                     put(old, path.read_bytes())
@@ -96,7 +97,7 @@ def _use_durable_common() -> None:
     class LoadCommon(common.TorchCommonLoadStrategy):
         def load_common(self, checkpoint_dir: str | Path) -> Any:
             """Loads `common.pt`, or that which a save that was killed has kept."""
-            path = current(Path(checkpoint_dir) / _COMMON)
+            path = current(path_of(checkpoint_dir) / _COMMON)
             if path.name == _COMMON:
                 return super().load_common(checkpoint_dir)
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx._arguments import check_bool
 from torch_dcpx._keywords import telling
 from torch_dcpx.checkpoint.handle import SaveHandle
@@ -122,7 +123,7 @@ class DcpxAccelerator(Accelerator):
             number = self._newest()
             input_dir = str(self._named_folder(number))
             self.project_configuration.iteration = max(self._numbers()) + 1
-        with loads_by_us(Path(input_dir or "").expanduser(), self._base):
+        with loads_by_us(path_of(input_dir or "").expanduser(), self._base):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def wait_for_saves(self) -> None:
@@ -168,10 +169,10 @@ class DcpxAccelerator(Accelerator):
             return self._named_folder(config.iteration)
         if output_dir is None:
             raise OptionError("save_state needs an output_dir", option="output_dir")
-        return Path(output_dir).expanduser()
+        return path_of(output_dir).expanduser()
 
     def _named_folder(self, number: int) -> Path:
-        return Path(self.project_dir, "checkpoints", f"checkpoint_{number}")
+        return path_of(self.project_dir, "checkpoints", f"checkpoint_{number}")
 
     @contextmanager
     def _without_naming(self) -> Iterator[None]:

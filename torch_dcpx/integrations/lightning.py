@@ -15,11 +15,11 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx._keywords import telling
 from torch_dcpx.errors import UnsupportedError
 from torch_dcpx.integrations._beside import put_from
@@ -132,7 +132,7 @@ class _TrainerStrategy(pytorch.Strategy):
 
     def load_checkpoint(self, checkpoint_path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
-        path = Path(self._saves.path_to_load(checkpoint_path))
+        path = path_of(self._saves.path_to_load(checkpoint_path))
         found = super().load_checkpoint(path, *args, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         return found if kept is None else kept
@@ -141,7 +141,7 @@ class _TrainerStrategy(pytorch.Strategy):
         """Removes a checkpoint behind the saves under way, unless one of them fails."""
         if self.is_global_zero:
             remove = super().remove_checkpoint
-            self._saves.remove(Path(os.fsdecode(filepath)), lambda: remove(filepath))
+            self._saves.remove(path_of(os.fsdecode(filepath)), lambda: remove(filepath))
 
     def on_train_end(self) -> None:
         """Waits for saves under way. Raises: what failed of them, on every rank."""
@@ -241,7 +241,7 @@ class _FabricStrategy(fabric.Strategy):
 
     def load_checkpoint(self, path: AnyPath, state: Any = None, **kwargs: Any) -> Any:
         """As Lightning's, behind saves under way, and never a `meta.pt` of another save."""
-        path = Path(self._saves.path_to_load(path))
+        path = path_of(self._saves.path_to_load(path))
         found = super().load_checkpoint(path, state, **kwargs)
         kept = kept_meta(path, kwargs.get("weights_only"))
         if kept is None or not isinstance(state, dict):
@@ -333,7 +333,7 @@ class DcpxCheckpointIO(TorchCheckpointIO):
         if "://" in path:
             super().save_checkpoint(dict(staged), path)
         else:
-            put_from(Path(path), lambda file: torch.save(dict(staged), file))
+            put_from(path_of(path), lambda file: torch.save(dict(staged), file))
 
     def load_checkpoint(self, path: AnyPath, *args: Any, **kwargs: Any) -> Any:
         """As Lightning's, behind the save under way."""

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx._answered_os import path_of
 from torch_dcpx._arguments import check_bool
 from torch_dcpx._keywords import telling
 from torch_dcpx.errors import UnsupportedError
@@ -127,7 +128,7 @@ class DcpxCallback(TrainerCallback):
             DcpxError: of this save, or of the one before.
         """
         state, limit = trainer.state, trainer.args.save_total_limit
-        root = Path(trainer._get_output_dir(trial))
+        root = path_of(trainer._get_output_dir(trial))
         target = self._saves.begin(lambda: root / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._note_figures(state)
         with self._saves.telling(), noted(target) as parts:
@@ -138,7 +139,7 @@ class DcpxCallback(TrainerCallback):
                 state.save_to_json(str(target / TRAINER_STATE_NAME))
         parts = [part.without(self._base(part, trainer)) for part in parts]
         self._step, best = state.global_step, state.best_model_checkpoint
-        kept = [root / target.name, *([] if best is None else [Path(best)])]
+        kept = [root / target.name, *([] if best is None else [path_of(best)])]
         self._saves.commit(parts, lambda: _condemned(root, limit, kept))
         if trainer.control.should_training_stop or state.global_step >= state.max_steps:
             self._wait(state)  # the Trainer may load the best one before it ends
@@ -186,13 +187,15 @@ _load_of_trainer, _load_best_of_trainer = Trainer._load_from_checkpoint, Trainer
 
 def _load_from_checkpoint(self: Trainer, resume_from_checkpoint: str, model: Any = None) -> None:
     own = _own_of(self)
-    with own.loading(self, Path(resume_from_checkpoint)) if own else nullcontext():
+    with own.loading(self, path_of(resume_from_checkpoint)) if own else nullcontext():
         _load_of_trainer(self, resume_from_checkpoint, model)
 
 
 def _load_best_model(self: Trainer) -> None:
     own = _own_of(self)
-    with own.loading(self, Path(self.state.best_model_checkpoint or "")) if own else nullcontext():
+    with (
+        own.loading(self, path_of(self.state.best_model_checkpoint or "")) if own else nullcontext()
+    ):
         _load_best_of_trainer(self)
 
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch_dcpx import _mounts
 from torch_dcpx._answered_os import os
+from torch_dcpx._answers import BOUND, StorageTimeout
 
 _DIGEST_BYTES = 8
+_LINK_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ def last_component(path: Any) -> str | None:
         plain = Path(os.fsdecode(path)).absolute()
     except Exception:  # noqa: BLE001 - no text, an __fspath__ that raises
         return None
+    # No option is known yet, and what is silent raises later.
+    before = BOUND.set(StorageTimeout(_LINK_S, "_LINK_S")) if _mounts.HAS_SHARED else None
     try:
         # Of what ends in "..", too.
         if plain.name == ".." or os.path.islink(plain):
@@ -76,6 +81,9 @@ def last_component(path: Any) -> str | None:
         return plain.name
     except (OSError, RuntimeError, ValueError):  # links in a circle, or a storage that fails
         return plain.name
+    finally:
+        if before is not None:
+            BOUND.reset(before)
 
 
 def path_name(storage: Any) -> str | None:

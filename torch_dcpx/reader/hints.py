@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import itertools
-import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from torch_dcpx._answered_os import os, path_of
 from torch_dcpx._mounts import is_shared
 from torch_dcpx._text import counted
 from torch_dcpx.errors import (
@@ -47,8 +47,8 @@ def command(verb: str, path: str | os.PathLike[str], *names: str) -> str:
 
 def absent(path: str | os.PathLike[str]) -> str:
     """Returns why a path is no directory, and what is there instead."""
-    place = Path(path)
-    if os.path.isfile(place):  # noqa: PTH113 - which never raises
+    place = path_of(path)
+    if os.path.isfile(place):
         if is_data_file_name(place.name) or is_metadata_name(place.name):
             return f"'{path}' is a file of a checkpoint: name its directory, '{place.parent}'"
         way = "; load_pretrained reads it" if place.suffix == ".safetensors" else ""
@@ -65,7 +65,7 @@ def absent(path: str | os.PathLike[str]) -> str:
 
 def linked(path: str | os.PathLike[str]) -> str:
     """Returns why a file that is a link is not read, and what to do."""
-    meant = Path(path).resolve()
+    meant = path_of(path).resolve()
     if is_artifact_name(meant.name) and meant.is_file():
         return f"'{path}' is a link, which is not followed: name '{meant}'"
     folder = shlex.quote(str(Path(path).parent))
@@ -177,7 +177,7 @@ def _checkpoints_in(path: Path, *, is_deep: bool = False) -> list[str]:
     try:
         with os.scandir(path) as entries:
             for entry in itertools.islice(entries, _MAX_LOOKED_AT):
-                metadata = Path(entry.path, METADATA_NAME)
+                metadata = path_of(entry.path, METADATA_NAME)
                 if entry.name.isprintable() and metadata.is_file():
                     found.append((metadata.stat().st_mtime, entry.name))
                 elif is_deep and entry.is_dir(follow_symlinks=False):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class _AnsweredJob:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._job, name)
 
-    def _run(self, verb: str, call: Callable[[], Any]) -> Any:
+    def _run(self, verb: str, call: Callable[[], Any], name: str = "") -> Any:
         """Returns what `call` returns. The bound is on how long nothing moves."""
 
         def run() -> Any:
@@ -46,13 +47,15 @@ class _AnsweredJob:
 
         def moved_at() -> float:
             nonlocal state, since
+            if self._has_left:
+                raise self._left_error()
             found = self._moved()
             if found != state:
                 state, since = found, time.monotonic()
             return since
 
         self._is_running = True
-        path = str(self._path)
+        path = str(self._path / name)
         try:
             return answered(run, f"{verb} '{path}'", path, moved_at=moved_at)
         except BaseException:
@@ -66,11 +69,14 @@ class _AnsweredJob:
 
         def tell(*counts: int) -> None:
             if self._has_left:
-                raise StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
+                raise self._left_error()
             if progress is not None:
                 progress(*counts)
 
         return tell
+
+    def _left_error(self) -> StorageError:
+        return StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
 
     def _moved(self) -> object:
         """Returns what differs once something has moved."""
@@ -161,11 +167,51 @@ class AnsweredVerifyJob(_AnsweredJob):
         return self._job.done_bytes
 
 
+class AnsweredRangeJob(_AnsweredJob):
+    """Stands for a `RangeJob`. The export's coordinator removes the files.
+
+    Attributes:
+        held: what has to live as long as a call that was left, such as memory that it writes.
+    """
+
+    held: Any = None
+
+    def leave(self) -> None:
+        """Ends a call that waits, of another thread: it raises StorageError (ECANCELED)."""
+        self._has_left = True
+
+    def add_file(self, name: str, nbytes: int, *, is_new: bool) -> Any:
+        """As `RangeJob.add_file`."""
+        call = partial(self._job.add_file, name, nbytes, is_new=is_new)
+        return self._run("make" if is_new else "open", call, name)
+
+    def write(self, rows: Any) -> Any:
+        """As `RangeJob.write`."""
+        return self._run("write to", lambda: self._job.write(rows))
+
+    def finish(self, *, is_whole: bool) -> Any:
+        """As `RangeJob.finish`."""
+        return self._run("sync", lambda: self._job.finish(is_whole=is_whole))
+
+    def _moved(self) -> object:
+        return self._job.report()["writes"]
+
+    def abandon(self) -> None:
+        """As `RangeJob.abandon`; what was left behind does it later."""
+        if not self._is_running:
+            self._end()
+
+    def _end(self) -> None:
+        self.held = None
+        answered(self._job.abandon, f"close files in '{self._path}'", str(self._path))
+
+
 def answered_job(job: Any, path: Path) -> Any:
     """Returns what stands for a job in a directory of a file system that may not answer."""
     kinds = {
         _C.WriteJob: AnsweredWriteJob,
         _C.ReadJob: AnsweredReadJob,
         _C.VerifyJob: AnsweredVerifyJob,
+        _C.RangeJob: AnsweredRangeJob,
     }
     return kinds[type(job)](job, path)

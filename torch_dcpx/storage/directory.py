@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch_dcpx import _mounts
-from torch_dcpx._answered_os import open_file, os
-from torch_dcpx._answers import answered
+from torch_dcpx._answered_os import answered_at, note_device, os
+from torch_dcpx._descriptors import open_file
 from torch_dcpx._replacing import move_new
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
 from torch_dcpx.storage.room import room_text
@@ -117,7 +117,10 @@ def rename_path(old: Path, new: Path) -> None:
 def _is_directory(path: Path) -> bool:
     """Returns whether `path` is a directory. Raises StorageError if the system cannot tell."""
     try:
-        return stat.S_ISDIR(uninterrupted(os.stat, path).st_mode)
+        status = uninterrupted(os.stat, path)
+        if status.st_dev not in _mounts.LOCAL_DEVICES:
+            note_device(path, status.st_dev)
+        return stat.S_ISDIR(status.st_mode)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             return False
@@ -167,9 +170,8 @@ def _comes_into_sight(path: Path) -> bool:
 def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
     """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
     try:
-        if _mounts.HAS_SHARED and _mounts.shared_mount(os.fspath(path)) is not None:
-            where = os.fspath(path)
-            return answered(lambda: uninterrupted(look, asked), f"look into '{where}'", where)
+        if _mounts.HAS_SHARED:
+            return answered_at(path, "look into", lambda: uninterrupted(look, asked))
         return uninterrupted(look, asked)
     except OSError as error:
         if isinstance(error, DcpxError):
@@ -314,6 +316,8 @@ class Directory:
                 status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise _irregular(path, status.st_size)
+            if status.st_dev not in _mounts.LOCAL_DEVICES:
+                note_device(path, status.st_dev)
             yield SmallFile(fd, path, status.st_size)
         finally:
             close_read(fd, path)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import logging
 
-from torch_dcpx._answered_os import fcntl, open_file, os
+from torch_dcpx._answered_os import fcntl, os
+from torch_dcpx._descriptors import open_file
 
 logger = logging.getLogger("torch_dcpx")
 

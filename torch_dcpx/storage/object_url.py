@@ -7,6 +7,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
+from torch_dcpx import _mounts
+from torch_dcpx._answered_os import path_of
 from torch_dcpx.errors import OptionError, UnsupportedError
 from torch_dcpx.storage.object_services import SERVICES
 
@@ -98,11 +100,11 @@ def location_of(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes], endpoint: str | None = None
 ) -> Location:
     """Returns what a path means, which was checked before."""
-    if isinstance(path, (Path, ObjectUrl)):
+    if isinstance(path, ObjectUrl) or (isinstance(path, Path) and not _mounts.HAS_SHARED):
         return path
     text = os.fsdecode(path)
     if not text.startswith(_BEGINS):
-        return Path(text)
+        return path_of(text) if _mounts.HAS_SHARED else Path(text)
     scheme, bucket, key = _parts(text)
     return ObjectUrl(scheme, bucket, key, endpoint)
 

@@ -11,11 +11,13 @@ import fcntl
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from torch_dcpx._answered_os import os
+from torch_dcpx._answered_os import answered_at, os
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import (
@@ -56,6 +58,20 @@ def put(path: Path, content: bytes) -> None:
     put_from(path, lambda file: file.write(content))
 
 
+def _fill(file: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
+    write(file)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _closed(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+    try:
+        yield file
+    finally:
+        answered_at(path, "close", file.close)
+
+
 def put_from(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replaces a file by what a function writes, durably. Makes its directory if it is missing.
 
@@ -69,11 +85,9 @@ def put_from(path: Path, write: Callable[[BinaryIO], object]) -> None:
         _remove_left(directory, beginning)
         temporary, fd = _made(directory, beginning)
         try:
-            with storage_errors("write", path), os.fdopen(fd, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-                os.close(os.dup(file.fileno()))  # sends it off where no fsync does
+            with storage_errors("write", path), _closed(os.fdopen(fd, "wb"), path) as file:
+                answered_at(path, "write", partial(_fill, file, write))
+                os.close(os.dup(fd))  # sends it off where no fsync does
                 directory.rename(temporary, path.name)  # locked: else another might remove it
         except BaseException:
             remove_leftover(directory, temporary)

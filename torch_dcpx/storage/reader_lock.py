@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch_dcpx._answered_os import open_file, os
+from torch_dcpx._answered_os import os
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import ConcurrentSaveError
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.directory import storage_error, storage_errors

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
-from torch_dcpx._answered_os import open_file, os
+from torch_dcpx._answered_os import os
+from torch_dcpx._descriptors import open_file
 from torch_dcpx.errors import StorageError
 
 logger = logging.getLogger("torch_dcpx")
