@@ -15,12 +15,21 @@ from types import FrameType
 from torch_dcpx._native import _C
 from torch_dcpx._waiting import Deadline
 
-LAST_WAIT_S = 2.0  # for what is given up: only a system call or a user's hook takes longer
+LAST_WAIT_S = 2.0  # for all that is given up: only a system call or a user's hook takes longer
 STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls
 ANSWER_THREAD = "dcpx-answer"  # as well, or in a system call that may never return
 
 _LOOK_S = 0.002
+_LEAST_S = 0.5  # in any case, for threads to go to sleep
 _has_stopped = False
+_end: Deadline | None = None
+
+
+def end_of_wait() -> Deadline:
+    """Returns when waiting for what is given up ends: LAST_WAIT_S after the first such question."""
+    global _end
+    _end = _end or Deadline(LAST_WAIT_S)
+    return _end
 
 
 def stop() -> None:
@@ -29,8 +38,8 @@ def stop() -> None:
     if _has_stopped:
         return
     _has_stopped = True
-    _C.stop_jobs(LAST_WAIT_S)
-    deadline = Deadline(LAST_WAIT_S)
+    deadline = Deadline(max(end_of_wait().remaining_s, _LEAST_S))
+    _C.stop_jobs(deadline.remaining_s)
     while _is_any_inside() and not deadline.has_passed:
         time.sleep(_LOOK_S)
     _C.let_jobs_begin()  # hooks of the end that come after this one may save

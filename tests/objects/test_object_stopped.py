@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from support.stopped_store import stopped
 import torch_dcpx as dcpx
 from torch_dcpx import OutcomeUnknownError, ReadOptions, StorageError, WriteOptions
 from torch_dcpx._answers import ANSWER_THREAD
+from torch_dcpx._last_jobs import LAST_WAIT_S
 
 pytestmark = s3_alone
 
@@ -230,9 +232,13 @@ sys.stdin.readline()
 
 
 def test_interpreter_ends_while_a_store_is_stopped(process: subprocess.Popen[str]) -> None:
+    began = time.monotonic()
     _, problems = process.communicate("end\n", timeout=seconds(60))
+    took_s = time.monotonic() - began
     assert process.returncode == 0, problems
     assert "still saves to" in problems
+    # 2 s of DCPX_EXIT_TIMEOUT_S, and once, not for each thing that is given up, LAST_WAIT_S.
+    assert took_s < 2 + LAST_WAIT_S + seconds(2), problems
 
 
 def test_sigterm_ends_a_process_that_waits_for_a_stopped_store(
@@ -243,12 +249,24 @@ def test_sigterm_ends_a_process_that_waits_for_a_stopped_store(
     assert process.returncode == -signal.SIGTERM
 
 
-def test_nothing_is_left_behind_for_long(old: str, object_proxy: FaultProxy) -> None:
-    with stopped(object_proxy), pytest.raises(StorageError):
-        CALLS["ls"](old)
-    for thread in threading.enumerate():
-        if thread.name == ANSWER_THREAD:
-            assert thread.daemon
+def waiting() -> list[threading.Thread]:
+    """Returns the threads that make calls, without that of the loop of all uploads."""
+    named = [one for one in threading.enumerate() if one.name == ANSWER_THREAD]
+    return [one for one in named if "_Worker" in repr(one._target)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["load", "ls"])
+def test_threads_that_a_stopped_store_keeps_are_daemons_and_end_once_it_answers(
+    name: str, old: str, object_proxy: FaultProxy
+) -> None:
+    with stopped(object_proxy):
+        with pytest.raises(StorageError):
+            CALLS[name](old)
+        left = waiting()
+        assert left and all(thread.daemon for thread in left)
+    for thread in left:
+        thread.join(seconds(60))
+        assert not thread.is_alive()
 
 
 @pytest.mark.slow

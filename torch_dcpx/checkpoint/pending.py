@@ -178,11 +178,12 @@ def _at_exit() -> None:
         late = _drain(deadline.remaining_s)
         _log_late(late, timeout_s)
         _join_threads(deadline)
-    deadline = Deadline(last_jobs.LAST_WAIT_S)
     for handle in late:  # stopped, it removes its files, unless it hangs in a system call
         handle.durable.is_collected = True  # logged above
-        handle.leave(deadline)
-    concurrent.futures.wait([handle.durable for handle in late], deadline.remaining_s)
+        handle.leave(last_jobs.end_of_wait())
+    if late:
+        left_s = last_jobs.end_of_wait().remaining_s
+        concurrent.futures.wait([handle.durable for handle in late], left_s)
     _log_uncollected()
     last_jobs.stop()
 

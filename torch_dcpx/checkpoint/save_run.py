@@ -246,6 +246,7 @@ class SaveRun:
         """
         for save in self._begun:
             save.stop()
+        self.exchange.storage.note_interrupt()
         if self._ballot is not None:
             self._ballot.leave(deadline)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx._integers import plain_int
+from torch_dcpx._last_jobs import end_of_wait
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
 from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
@@ -30,7 +31,6 @@ from torch_dcpx.storage import root_lock, save_lock
 logger = logging.getLogger("torch_dcpx")
 
 _MANY_DEFERRALS = 3  # in a row, of one checkpoint: a WARNING at each such number
-_LAST_WAIT_S = 5.0  # of the interpreter, for one removal to end
 
 
 class KeepRules(NamedTuple):
@@ -224,7 +224,8 @@ class Retention:
         if thread is not None and thread.is_alive():
             thread.join(deadline.remaining_s)
             self._is_ending = thread.is_alive()
-            thread.join(_LAST_WAIT_S)
+            if self._is_ending:
+                thread.join(end_of_wait().remaining_s)
             if thread.is_alive():
                 logger.error(
                     "the process ends while it removes old checkpoints beneath '%s': the next "

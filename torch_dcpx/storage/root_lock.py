@@ -375,7 +375,7 @@ def end_all(deadline: Deadline, *, gives_back: bool) -> None:
     """Ends the threads as the interpreter ends; gives the roots back if nothing saves there."""
     for held in [*_held.values(), *_over]:
         held.stop(deadline)
-    with wait_at_most(StorageTimeout(max(deadline.remaining_s, 2.0), "DCPX_EXIT_TIMEOUT_S")):
+    with wait_at_most(StorageTimeout(max(deadline.remaining_s, 1.0), "DCPX_EXIT_TIMEOUT_S")):
         _end_collected()
         for held in list(_held.values()) if gives_back else ():
             with _guard.held():
