@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,9 @@ from torch_dcpx.storage.object_url import Location, ObjectUrl, check_url, is_url
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+# Of a drive, or a name with a number behind it, somebody may have a directory.
+_SQUEEZED = re.compile(r"(?:s3|s3a|az|abfss?|gs|gcs|hdfs|https?|hf|oci|r2|wasbs?):/", re.I)
+
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 
@@ -31,8 +35,9 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
 
     Raises:
         UnsupportedError: it is a URL.
-        OptionError: it is no path, or an empty one; it begins with "~", which no system call knows;
-            it holds a NUL, or a character that the file system's encoding lacks.
+        OptionError: it is no path, or an empty one; it begins with "~", which no system call knows,
+            or like "s3:/", as pathlib writes a URL; it holds a NUL, or a character that the file
+            system's encoding lacks.
     """
     check_type(name, path, (str, bytes, os.PathLike), "a path")
     try:
@@ -43,6 +48,10 @@ def checked_path(path: AnyPath, way_out: str, name: str = "path") -> str:
         raise _no_path(name, text, "is empty; '.' is the current directory")
     if "://" in text:
         raise UnsupportedError(f"{name}={shown_url(text)!r} is a URL; {way_out}")
+    squeezed = _SQUEEZED.match(text)
+    if squeezed:  # the rest may hold a password
+        why = f"is a URL of one slash, as pathlib makes it: give a str, '{squeezed[0]}/...'"
+        raise _no_path(name, f"{squeezed[0]}...", f"{why}; './{squeezed[0]}...' is a directory")
     if text.startswith("~"):
         whole = os.path.expanduser(text)  # noqa: PTH111 - a text
         way = f"write {whole!r}" if whole != text else "there is no such user here"
