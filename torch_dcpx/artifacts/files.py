@@ -39,7 +39,7 @@ from torch_dcpx.reader.safetensors import file_among
 from torch_dcpx.reader.safetensors_header import header_bytes
 from torch_dcpx.storage import flock
 from torch_dcpx.storage.answered_job import answered_job
-from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.directory import Directory, make_directory, storage_errors
 from torch_dcpx.storage.names import TORCH_SUFFIXES, is_data_file_name, is_metadata_name
 from torch_dcpx.storage.object_place import ObjectPlace
 from torch_dcpx.storage.save_lock import UNKNOWN_BOOT, boot_id, machine
@@ -169,17 +169,18 @@ def old_shards(
 
 def is_artifact(path: Path) -> bool:
     """Returns whether a file is of the kind that its name says: of safetensors or torch.save, or an
-    index.
+    index. Raises StorageError: it cannot be read.
     """
     return answered_at(path, "look into", lambda: _is_artifact(path))
 
 
 def _is_artifact(path: Path) -> bool:
     try:
-        if path.suffix in TORCH_SUFFIXES:
-            with zipfile.ZipFile(path) as held:
-                return any(name.endswith("/data.pkl") for name in held.namelist())
-        with path.open("rb") as file:
+        with storage_errors("read", path, is_read=True), path.open("rb") as file:
+            if path.suffix in TORCH_SUFFIXES:
+                file.peek(1)  # zipfile takes an error for a file of another kind
+                with zipfile.ZipFile(file) as held:
+                    return any(name.endswith("/data.pkl") for name in held.namelist())
             if path.suffix == ".json":
                 index = parsed_json(file.read(_MAX_INDEX_BYTES))
                 return isinstance(index["weight_map"], dict)

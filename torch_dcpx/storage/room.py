@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch_dcpx._answered_os import os
 
+_SMALL_BYTES = 1 << 20  # more than a name takes
+
 
 def room_text(path: Path, nbytes: int | None, number: int | None) -> str:
     """Returns the text about the room at `path`, or above it; "" where room cures nothing.
@@ -34,7 +36,7 @@ def _free(path: Path, nbytes: int | None, *, is_full: bool) -> str:
         except OSError:
             continue
         free = status.f_bavail * status.f_frsize
-        is_elsewhere = is_full and nbytes is not None and nbytes <= free
+        is_elsewhere = is_full and free >= (_SMALL_BYTES if nbytes is None else nbytes)
         beneath = ", so full is a quota, the inodes, or what lies beneath the file system"
         return f"free {free} B{beneath if is_elsewhere else ''}"
     return ""
