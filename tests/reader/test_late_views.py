@@ -182,7 +182,7 @@ def test_save_removes_nothing_where_the_metadata_may_be_out_of_sight(two_clients
     client.forget()
     client.take_down("same/.metadata")  # a listing leaves it out, without an error
     options = ReadOptions(visible_s=0.5)
-    with pytest.raises(NotCommittedError, match="a part of the file system does not answer"):
+    with pytest.raises(NotCommittedError, match="a part of the file system that does not answer"):
         dcpx.load(state(-1), path, options=options, no_dist=True)
     client.fail("write", errno.ENOSPC, "same/__*")
     with pytest.raises(StorageError, match="No space left"):

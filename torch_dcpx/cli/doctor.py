@@ -40,6 +40,7 @@ _FEW_FILES = 1024
 _BLOCK = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _State: TypeAlias = Literal["fine", "warning", "failure"]
+_STATES: dict[str, _State] = {"saving": "fine", "removed": "fine", "unreadable": "failure"}
 
 
 class Check(NamedTuple):
@@ -233,13 +234,13 @@ def _checkpoints(path: Location) -> Check:
             kind: str = seen.state.kind
             row = listed(seen) if kind == "committed" else None
             if row is not None:
-                kind = row.state if row.whole else "damaged"
+                kind = "damaged" if row.whole is False else row.state
             if seen.path == path and row is not None:
                 return _one(row, path)
             if seen.path == path and kind != "none":
-                state: _State = "fine" if kind in ("saving", "removed") else "warning"
-                look = f"; {command('ls', path)} says what can be done"
-                return Check("checkpoint", state, seen.state.text + look * (state != "fine"))
+                state = _STATES.get(kind, "warning")
+                look = f"; {command('ls', path)} says what can be done" * (state == "warning")
+                return Check("checkpoint", state, seen.state.text + look)
             counts[kind] += kind != "none"
             export = export or seen.state.text * seen.state.is_export
     except StorageError as error:
@@ -252,15 +253,17 @@ def _checkpoints(path: Location) -> Check:
         f"{n} {words.get(kind, kind)}" for kind, n in counts.items() if n and kind != "committed"
     ]
     text = f"root of {counted(counts['committed'], 'checkpoint')}"
-    is_sound = not (counts["unfinished"] or counts["unreadable"] or counts["damaged"])
-    more = "" if is_sound else f" (see {command('ls', path)})"
-    return Check("checkpoint", "fine" if is_sound else "warning", ", ".join([text, *others]) + more)
+    worst: _State = "warning" if counts["unfinished"] or counts["damaged"] else "fine"
+    worst = "failure" if counts["unreadable"] else worst
+    more = "" if worst == "fine" else f" (see {command('ls', path)})"
+    return Check("checkpoint", worst, ", ".join([text, *others]) + more)
 
 
 def _one(row: ListedCheckpoint, path: Location) -> Check:
     """Says what the look of `ls` has found at the path itself."""
     if row.state != "committed":  # it was, by its names alone
-        return Check("checkpoint", "warning", f"{row.state}: {row.problem}")
+        state = "warning" if row.whole is False else _STATES.get(row.state, "warning")
+        return Check("checkpoint", state, f"{row.state}: {row.problem}")
     text = f"a committed one, {counted(row.files, 'data file')}"
     if not row.whole:
         return Check("checkpoint", "warning", f"{text}, {row.found}: {row.problem}")

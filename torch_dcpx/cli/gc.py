@@ -7,13 +7,14 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from torch_dcpx._text import counted, human_bytes
-from torch_dcpx.cli.output import FINE, UNSOUND, exit_code, put_json, put_lines, put_table
+from torch_dcpx.cli.output import CANNOT, FINE, UNSOUND, exit_code, put_json, put_lines, put_table
 from torch_dcpx.errors import DcpxError, OptionError, StorageError
 from torch_dcpx.integrity.leftovers import GRACE_S, find_leftovers, remove_leftovers
 from torch_dcpx.integrity.states import Seen, State, state_at, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.object_url import Location, ObjectUrl
+from torch_dcpx.storage.visibility import or_hidden
 
 
 class _Row(NamedTuple):
@@ -52,6 +53,8 @@ def run_gc(paths: Sequence[Location], *, delete: bool, grace_s: float | None, as
         if not is_any:  # but for what a killed process may have left right there
             rows[path] = list(_left(path, delete, grace_s))
     shown = [row for each in rows.values() for row in each]
+    if any(row.state == "kept" and or_hidden(row.path) for row in shown):
+        codes.add(CANNOT)
     if as_json:
         put_json(shown)
     else:
@@ -98,9 +101,10 @@ def _left(
     """Yields what has gone, and what stays and why."""
     found = find_leftovers(path)
     if found.kept:
+        doubt = or_hidden(path)
         way = f"{command('repair', path)} may make it anew; else remove them by hand"
-        why = f"'{next(iter(found.kept))}' is of a rank whose metadata is not there: {way}"
-        yield _row(path, "kept", found.kept, why)
+        why = f"'{next(iter(found.kept))}' is of a rank whose metadata is not there"
+        yield _row(path, "kept", found.kept, why + (doubt or f": {way}"))
     left = found.files
     gone = remove_leftovers(path, grace_s).files if left and delete else {}
     if gone:

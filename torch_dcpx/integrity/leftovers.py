@@ -10,14 +10,15 @@ A store has no locks that would show a save under way: there only what is older 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from torch_dcpx._answered_os import os
-from torch_dcpx.errors import CorruptionError, UnsupportedError, must_be
+from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError, must_be
 from torch_dcpx.integrity.compare import look_at_file
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint
-from torch_dcpx.integrity.states import ranks_without_metadata
+from torch_dcpx.integrity.states import ranks_without_metadata, refuse_hidden
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.names import (
     LOCK_NAME,
@@ -30,6 +31,7 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import saves_elsewhere
+from torch_dcpx.storage.visibility import or_hidden
 from torch_dcpx.writer.commit import unnamed_files
 from torch_dcpx.writer.locks import SaveLocks
 
@@ -55,9 +57,10 @@ def find_leftovers(path: Location) -> Leftovers:
     """Returns what is a leftover now, without a lock: of a save under way as well.
 
     Raises: NotCommittedError: no directory; CorruptionError: its metadata cannot be read, so nobody
-    knows its files; StorageError.
+    knows its files; StorageError, also where they may be hidden.
     """
     with open_checkpoint(path) as place:
+        refuse_hidden(place)
         return _found(place)
 
 
@@ -82,6 +85,8 @@ def remove_leftovers(path: Location, grace_s: float | None = None) -> Leftovers:
 
 
 def _remove_locked(directory: PosixPlace) -> Leftovers:
+    refuse_hidden(directory)  # before the lock is taken, which notes this process
+    was_committed = bool(commits_among(directory.names()))
     locks, has_ended_well = SaveLocks(), False
     try:
         elsewhere = saves_elsewhere(directory, LOCK_NAME)
@@ -95,6 +100,9 @@ def _remove_locked(directory: PosixPlace) -> Leftovers:
                 "remove the files by hand"
             )
         found = _found(directory)
+        if was_committed and not found.is_committed:
+            text = f"remove leftovers in '{directory.path}': its metadata has gone meanwhile"
+            raise StorageError(text, errno=errno.ENOENT, path=str(directory.path))
         if found.is_committed:  # a killed save may have renamed it without an fsync
             directory.sync()
         directory.unlink_all(found.files)
@@ -123,6 +131,8 @@ def _remove_old(place: ObjectPlace, grace_s: float) -> Leftovers:
 def _found(place: Place) -> Leftovers:
     names = unnamed_files(place)
     if names is None:
+        for name in commits_among(place.names()):
+            place.read_small(name)  # raises what the storage says
         raise CorruptionError(
             f"look for leftovers in '{place.path}': its metadata cannot be read, so any file "
             f"may belong to it; try `dcpx repair {place.path}`",
@@ -145,9 +155,15 @@ def _found(place: Place) -> Leftovers:
 
 
 def _usable(place: Place, names: Collection[str]) -> Iterator[str]:
-    """Yields the files of ranks that lack metadata, and of which each has a whole footer."""
+    """Yields the files of ranks that lack metadata, and of which each has a whole footer; all where
+    the metadata may be hidden.
+    """
     of_rank: dict[str, list[str]] = {}
-    for name in ranks_without_metadata(list(names)):
+    alone = ranks_without_metadata(list(names))
+    if or_hidden(place.path):
+        yield from alone
+        return
+    for name in alone:
         of_rank.setdefault(name.split("_")[2], []).append(name)
     job = place.verify_job(ReadOptions()) if of_rank else None
     for files in of_rank.values():

@@ -143,7 +143,9 @@ def repair(
 
 
 def _refuse_state(directory: Place, *, is_named: bool) -> None:
-    """Raises RepairError, ConcurrentSaveError where nothing is to be repaired now."""
+    """Raises RepairError, ConcurrentSaveError where nothing is to be repaired now; StorageError
+    where the metadata may be hidden.
+    """
     state, _ = state_of(directory)
     path = str(directory.path)
     if state.kind == "saving" or (state.saving and state.kind == "committed"):
@@ -153,6 +155,9 @@ def _refuse_state(directory: Place, *, is_named: bool) -> None:
             path=path,
             owner=state.saving,
         )
+    if state.kind == "unreadable" and state.error is not None and not is_named:
+        state.error.message += "; where nothing is hidden, name its files: repair(..., files=[...])"
+        raise state.error
     if state.kind == "removed" and not is_named:
         why = f"{state.text}. What is left may be a part: name its files, repair(..., files=[...])"
         raise RepairError(f"repair '{path}': {why}", path=path)

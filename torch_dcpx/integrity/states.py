@@ -50,6 +50,7 @@ from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place, PosixPlace, open_place
 from torch_dcpx.storage.root_record import ObjectRecord
 from torch_dcpx.storage.save_lock import owner_of
+from torch_dcpx.storage.visibility import hidden
 
 Kind: TypeAlias = Literal["committed", "saving", "removed", "unfinished", "unreadable", "none"]
 
@@ -141,6 +142,9 @@ def _state(place: Place, look: Look, saving: str) -> State:
         return State("removed", _removed(place, look), saving)
     if saving:
         return State("saving", f"a save is under way ({saving})", saving)
+    problem = _hidden(place, names)
+    if problem is not None:
+        return State("unreadable", str(problem), error=problem)
     if not holds_checkpoint(names):
         return State("none")
     files = counted(sum(map(is_data_file_name, names)), "data file")
@@ -151,6 +155,25 @@ def _state(place: Place, look: Look, saving: str) -> State:
         when = age_text(max(0.0, age_s))
         text += f", the last one changed {when}: a save that takes no lock may be under way"
     return State("unfinished", text, is_young=is_young)
+
+
+def refuse_hidden(place: Place) -> None:
+    """Raises StorageError where a place may hold a checkpoint which nobody sees."""
+    problem = _hidden(place, place.names()) if isinstance(place, PosixPlace) else None
+    if problem is not None:
+        raise problem
+
+
+def _hidden(place: Place, names: Sequence[str]) -> StorageError | None:
+    """Returns the error of a place that may hold a checkpoint which nobody sees."""
+    if not isinstance(place, PosixPlace):
+        return None
+    try:
+        why = hidden(place, names)
+    except StorageError as error:
+        return error
+    text = f"look into '{place.path}': {why}"
+    return StorageError(text, errno=errno.ENOENT, path=str(place.path)) if why else None
 
 
 def _has_record(look: Look) -> bool:

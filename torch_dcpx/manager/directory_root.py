@@ -32,7 +32,7 @@ from torch_dcpx.manager.pointer import (
 )
 from torch_dcpx.manager.removal import remove_checkpoint, resume_removals
 from torch_dcpx.manager.stored import OwnDirectory, lies_there
-from torch_dcpx.storage.directory import Directory, make_directory
+from torch_dcpx.storage.directory import Directory, make_directory, storage_error
 from torch_dcpx.storage.names import (
     METADATA_NAME,
     PIN_NAME,
@@ -46,17 +46,11 @@ from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 from torch_dcpx.storage.root_lock import RootLock
 from torch_dcpx.storage.root_record import FileRecord
-from torch_dcpx.storage.system_calls import refuse_lost_link
+from torch_dcpx.storage.system_calls import SILENT, refuse_lost_link
 
 logger = logging.getLogger("torch_dcpx")
 
 _LOST_AND_FOUND = "lost+found"
-# What a server, a disk of it or a network says where it does not answer.
-SILENT = frozenset(
-    {errno.ENOTCONN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
-    | {errno.ESHUTDOWN, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
-    | {errno.ECONNABORTED, errno.ECONNRESET, errno.ECONNREFUSED}
-)
 
 
 class DirectoryRoot:
@@ -227,8 +221,15 @@ class DirectoryRoot:
             yield
 
     def is_pinned(self, tag: str) -> bool:
-        """Returns whether a checkpoint has the mark of `pin`."""
-        return os.path.exists(self.path / tag / PIN_NAME)
+        """Returns whether a checkpoint has the mark of `pin`. Raises StorageError: nobody knows."""
+        path = self.path / tag / PIN_NAME
+        try:
+            os.stat(path)
+        except OSError as error:
+            if error.errno in SILENT:
+                raise storage_error("stat", path, error, is_read=True) from error
+            return False
+        return True
 
     def pin(self, tag: str) -> None:
         """Marks a checkpoint. Raises ConcurrentSaveError: it is being deleted."""

@@ -7,17 +7,17 @@ import errno
 import itertools
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from torch_dcpx._answered_os import os, path_of
-from torch_dcpx._mounts import is_shared
 from torch_dcpx._text import counted
 from torch_dcpx.errors import (
     CorruptionError,
     DcpxError,
     NotCommittedError,
     ShortReadError,
+    StorageError,
     UnsafePickleError,
 )
 from torch_dcpx.storage.directory import Directory
@@ -33,6 +33,7 @@ from torch_dcpx.storage.names import (
 )
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.save_lock import owner_of
+from torch_dcpx.storage.visibility import hidden
 
 _MAX_LOOKED_AT = 1000  # entries of a directory
 _MAX_FOLDERS = 100  # that are looked into for what lies two levels down
@@ -106,11 +107,12 @@ def uncommitted(
     saver = _saver(path, names)
     if saver:
         return f"{text}: a save is under way ({saver})"
+    why = _hidden(path, names)
+    if why:
+        return f"look into '{path}': {why}"
     if files:
         late = "" if isinstance(path, Path) else ", or of one under way"
         left = f"{counted(files, 'data file')} of an unfinished save{late}"
-        if isinstance(path, Path) and is_shared(path):
-            left += "; or a part of the file system does not answer, whose files are then left out"
         return (
             f"{text}, but {left}; if it had ended well, {command('repair', path)} makes "
             f"'{METADATA_NAME}' anew"
@@ -123,6 +125,15 @@ def uncommitted(
     is_root = POINTER_NAME in names
     root = "; CheckpointManager.resume takes the newest of them" if is_root else ""
     return f"{text}, but {_named(path, beneath)}{root}"
+
+
+def _hidden(path: Location, names: Sequence[str]) -> str:
+    """Returns why a directory may hold a checkpoint that nobody sees, or what the look-up says."""
+    try:
+        with Directory(path) if isinstance(path, Path) else nullcontext() as directory:
+            return hidden(directory, names) if directory else ""
+    except StorageError as error:
+        return str(error)
 
 
 def _saver(path: Location, names: Sequence[str]) -> str:

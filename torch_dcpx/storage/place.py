@@ -42,6 +42,7 @@ from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.system_calls import SILENT
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
@@ -76,7 +77,9 @@ class PosixPlace(Directory):
         return sorted(found)
 
     def _size(self, name: str) -> int | None:
-        """Returns the size of a regular file beneath the directory, reached through no link."""
+        """Returns the size of a regular file beneath the directory, reached through no link; None:
+        there is none. Raises StorageError: it does not answer.
+        """
         parts = name.split("/")
         if "" in parts or "." in parts or ".." in parts:
             return None
@@ -86,9 +89,11 @@ class PosixPlace(Directory):
                 if not stat.S_ISDIR(above.st_mode):
                     return None
             status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except StorageError:  # no answer
-            raise
-        except (OSError, ValueError):  # ValueError: NUL in a name
+        except ValueError:  # NUL in a name
+            return None
+        except OSError as error:
+            if error.errno in SILENT or isinstance(error, StorageError):
+                raise storage_error("stat", self.path / name, error, is_read=True) from error
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 

@@ -22,6 +22,12 @@ logger = logging.getLogger("torch_dcpx")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+# What a server, a disk of it or a network says where it does not answer.
+SILENT = frozenset(
+    {errno.ENOTCONN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}
+    | {errno.ESHUTDOWN, errno.EREMOTEIO, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
+    | {errno.ECONNABORTED, errno.ECONNRESET, errno.ECONNREFUSED}
+)
 LATE_PAUSES_S = (0.0, 0.05, 0.2, 0.8, 1.5)  # a client keeps a handle for a second
 
 

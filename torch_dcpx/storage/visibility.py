@@ -3,6 +3,10 @@
 A save notes its id by the path (`note_saved`): a later look of this job goes on until it sees that
 save. Without a note a look is repeated for some seconds. On a file system of one node the first
 look is the truth, and in a store as well.
+
+Where a part of a file system is down, listings leave its files out without an error. So files
+without metadata are of a save that did not end only where that save's own record says so
+(`hidden`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -27,13 +31,25 @@ from torch_dcpx.errors import (
     StorageError,
     UnsafePickleError,
 )
-from torch_dcpx.storage.names import METADATA_NAME
+from torch_dcpx.storage.directory import Directory, storage_errors
+from torch_dcpx.storage.names import (
+    LOCK_NAME,
+    METADATA_NAME,
+    PIN_NAME,
+    READERS_NAME,
+    TOMBSTONE_NAME,
+    holds_checkpoint,
+    is_data_file_name,
+    is_metadata_name,
+    is_rank_lock,
+)
 from torch_dcpx.storage.object_url import Location
 
 logger = logging.getLogger("torch_dcpx")
 
 _T = TypeVar("_T")
 
+_PART_DOWN = "a part of the file system that does not answer hides its files"
 UNKNOWN_S = 5.0  # for which a look is repeated that no save of this job is known to end
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _PAUSES_S = (0.0, 0.2, 0.8, 1.2, 1.3)  # more than the second for which most clients keep names
@@ -167,6 +183,49 @@ def until_of_one_save(load: Callable[[], _T]) -> _T:
             logger.debug("loaded again: %s", error)
         time.sleep(pause_s)
     return load()
+
+
+def or_hidden(location: Location) -> str:
+    """Returns what else a missing file may mean, for a text: nothing where one node has it all."""
+    is_apart = isinstance(location, Path) and is_shared(location)
+    return f", or {_PART_DOWN}" if is_apart else ""
+
+
+def hidden(directory: Directory, names: Sequence[str]) -> str:
+    """Returns why nobody can tell if a directory holds a checkpoint; "" where its names say it.
+
+    A file system that other nodes mount may hide the metadata. Only a save that has noted itself,
+    and did not end, is known to have left data files: those that are not older than its note.
+
+    Args:
+        names: in the directory.
+
+    Raises: StorageError: what a look-up of the metadata says, but that there is none.
+    """
+    is_said = TOMBSTONE_NAME in names or any(map(is_metadata_name, names))
+    if is_said or not is_shared(directory.path):
+        return ""
+    if directory.is_regular(METADATA_NAME):
+        return f"a listing leaves out its '{METADATA_NAME}', which is there: look again"
+    marks = [name for name in (READERS_NAME, PIN_NAME) if name in names]
+    if not marks and (not holds_checkpoint(names) or _are_noted(directory, names)):
+        return ""
+    found = f"'{marks[0]}' of a commit" if marks else "data files"
+    return f"it holds {found}, and no '{METADATA_NAME}' is seen: {_PART_DOWN}"
+
+
+def _are_noted(directory: Directory, names: Sequence[str]) -> bool:
+    """Returns whether the data files are of a save that has noted itself and did not end."""
+
+    def statuses(wanted: Callable[[str], bool]) -> Iterator[os.stat_result]:
+        for name in filter(wanted, names):
+            with suppress(FileNotFoundError), storage_errors("stat", directory.path / name):
+                yield os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
+
+    locks = list(statuses(lambda name: name == LOCK_NAME or is_rank_lock(name)))
+    since = max((lock.st_mtime_ns for lock in locks if lock.st_size), default=None)
+    files = statuses(is_data_file_name)
+    return since is not None and all(file.st_mtime_ns >= since for file in files)
 
 
 def _say_how_long(error: DcpxError, deadline: Deadline, known: Saved | None) -> None:

@@ -14,7 +14,7 @@ from torch_dcpx._arguments import check_bool
 from torch_dcpx._text import age_text, human_bytes
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
 from torch_dcpx.integrity.contents import commits_among, location, read_brief
-from torch_dcpx.integrity.facts import Facts, facts_of, files_of, files_text
+from torch_dcpx.integrity.facts import Facts, Files, facts_of, files_of, files_text
 from torch_dcpx.integrity.states import Kind, Seen, State, state_of, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.metadata.brief import Brief
@@ -22,6 +22,7 @@ from torch_dcpx.reader.hints import command
 from torch_dcpx.storage.names import Look
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.reader_lock import being_read
+from torch_dcpx.storage.visibility import or_hidden
 from torch_dcpx.views.tables import Shown, Table
 
 
@@ -209,7 +210,7 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
         state = settled(place, state, look.names)
         facts = facts_of(place, look, state)
         return _row(name, path, state.kind, facts, problem=state.text, saving=state.saving)
-    commits, error = _commits(place, look)
+    commits, files, error = _commits(place, look)
     facts = facts_of(place, look, state, commits)
     if error is not None:
         is_damage = isinstance(error, (CorruptionError, ShortReadError))
@@ -217,10 +218,10 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
         if "`dcpx" not in text:
             text += f"; {command('verify', path)} says what can be done"
         return _row(name, path, "unreadable", facts, problem=text, whole=whole)
-    files = files_of(look, commits)
     is_lost = files.missing or files.short or files.long
     way = f"{command('verify', path)} lists all"
-    way = way if is_lost else f"{command('repair', path)} may make it anew"
+    doubt = or_hidden(place.path) if files.missing or not is_lost else ""
+    way = way if is_lost or doubt else f"{command('repair', path)} may make it anew"
     return _row(
         name,
         path,
@@ -234,7 +235,7 @@ def _listed(seen: Seen, place: Place, state: State, look: Look) -> ListedCheckpo
         long=files.long,
         whole=files.is_whole,
         written_by="torch-dcpx" if commits[0].is_exact else "stock",
-        problem=f"{files.faults[0]}; {way}" if files.faults else "",
+        problem=f"{files.faults[0]}{doubt}; {way}" if files.faults else "",
         saving=state.saving,
     )
 
@@ -243,12 +244,13 @@ def _row(name: str, path: str, state: Kind, facts: Facts, **more: Any) -> Listed
     return ListedCheckpoint(name, path, **{**facts._asdict(), "state": state, **more})
 
 
-def _commits(place: Place, look: Look) -> tuple[list[Brief], DcpxError | None]:
-    """Returns what the metadata there name, or the first error."""
+def _commits(place: Place, look: Look) -> tuple[list[Brief], Files, DcpxError | None]:
+    """Returns what the metadata there name, and their files; or the first error."""
     try:
-        return [read_brief(place, name) for name in commits_among(look.names)], None
+        commits = [read_brief(place, name) for name in commits_among(look.names)]
+        return commits, files_of(look, commits), None
     except DcpxError as error:
-        return [], error
+        return [], Files({}), error
 
 
 def _saved(one: ListedCheckpoint) -> tuple[str, int]:
