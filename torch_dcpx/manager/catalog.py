@@ -31,7 +31,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.manager.known import check_found
+from torch_dcpx.manager.known import check_found, is_apart
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.retention import Retention
@@ -195,13 +195,24 @@ class CheckpointCatalog:
                     root.point_away(successor.tag, going)
                 raise
 
+    def tags(self) -> list[str]:
+        stored, _ = self.root.listed(warns=is_apart(self.root))
+        return [each.tag for each in reversed(stored)]
+
+    def newest(self) -> Stored | None:
+        """Returns the newest of the root. Raises StorageError: as `check_found`, where other nodes
+        mount it.
+        """
+        root = self.root
+        return (self._newest((), allow_fresh=False) if is_apart(root) else root.newest())[0]
+
     def _successor(self, name: str) -> Stored | None:
         """Returns what is the newest once the newest goes; None if this is another one.
 
         Raises UnsupportedError: it is the last one.
         """
         root = self.root
-        newest, _ = root.newest()  # anew: other jobs may have changed the root
+        newest = self.newest()  # anew: other jobs may have changed the root
         stored, _ = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]

@@ -225,19 +225,22 @@ class CheckpointManager:
         return self._cadence.should_save(step, self._watches)
 
     def latest(self) -> str | None:
-        """Returns the tag that `resume` would try first; None where there is none."""
+        """Returns the tag that `resume` would try first; None where there is none.
+
+        Raises:
+            StorageError: as `resume`, where a part of a file system that nodes share is hidden.
+        """
         return self._catalog.on_coordinator(
-            "latest", None, lambda _: getattr(self._root.newest()[0], "tag", None)
+            "latest", None, lambda _: getattr(self._catalog.newest(), "tag", None)
         )
 
     def tags(self) -> list[str]:
         """Returns the tags of all whole checkpoints, the oldest commit first.
 
         First come copies and renamed ones, then what no manager saved, by the numbers in the names.
+        Where nodes share the file system, a WARNING names what is not found whole.
         """
-        return self._catalog.on_coordinator(
-            "tags", None, lambda _: [stored.tag for stored in reversed(self._root.listed()[0])]
-        )
+        return self._catalog.on_coordinator("tags", None, lambda _: self._catalog.tags())
 
     def pin(self, tag: Tag) -> None:
         """Keeps a checkpoint from retention, `delete` and a `save` to its tag, until `unpin`.

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_dcpx._answered_os import os
+from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
@@ -50,6 +51,7 @@ from torch_dcpx.storage.place import PosixPlace
 from torch_dcpx.storage.reader_lock import being_deleted
 from torch_dcpx.storage.running_save import RunningSave, driven
 from torch_dcpx.storage.save_lock import SaveLock, managed, noted_names
+from torch_dcpx.storage.visibility import hidden
 from torch_dcpx.writer.commit import referenced_files, remove_replaced
 
 if TYPE_CHECKING:
@@ -93,9 +95,11 @@ def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
     with OwnDirectory(root.path / tag, "delete") as directory, _locked(directory):
         names = directory.names()
         if METADATA_NAME in names:
-            if PIN_NAME in names:  # under the readers' lock, as `pin` makes it
+            # Under the readers' lock, as `pin` makes it.
+            if PIN_NAME in names or _has_hidden_pin(directory):
                 raise UnsupportedError(f"delete '{directory.path}': it is pinned; unpin it first")
             if referenced_files(directory, METADATA_NAME) is None:
+                directory.read_small(METADATA_NAME)  # raises what the storage says
                 raise CorruptionError(
                     f"delete '{directory.path}': its '{METADATA_NAME}' cannot be read, so nobody "
                     "knows which files are its own; remove the directory by hand",
@@ -108,6 +112,21 @@ def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
         trash = _empty(root, directory)
     if trash is not None:
         _remove_trash(trash)
+
+
+def _has_hidden_pin(directory: PosixPlace) -> bool:
+    """Returns whether a mark of `pin` is there that no listing shows. Raises StorageError: the part
+    of the file system that would have it is down, by which no name can be made there.
+    """
+    if is_shared(directory.path):
+        try:
+            directory.create(PIN_NAME, [], is_durable=False)
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                return True
+            raise
+        directory.unlink(PIN_NAME)
+    return False
 
 
 def _check_writable(root: Path, path: Path) -> None:
@@ -206,6 +225,7 @@ def _tidy(root: DirectoryRoot, tag: str, *, leftovers: bool) -> None:
         names = directory.names()
         is_tombstone, is_whole = TOMBSTONE_NAME in names, METADATA_NAME in names
         is_left = leftovers and not is_whole and _is_ours_alone(names)
+        is_left = is_left and not hidden(directory, names)
         if not (is_tombstone or is_left) or not _is_in_place(directory, is_whole=is_whole):
             return
         with _locked(directory) as lock:

@@ -21,7 +21,13 @@ from torch_dcpx._integers import plain_int
 from torch_dcpx._last_jobs import end_of_wait
 from torch_dcpx._waiting import Deadline, Guard
 from torch_dcpx.checkpoint import pending as pending_saves
-from torch_dcpx.errors import ConcurrentSaveError, DcpxError, UnsupportedError, must_be
+from torch_dcpx.errors import (
+    ConcurrentSaveError,
+    DcpxError,
+    StorageError,
+    UnsupportedError,
+    must_be,
+)
 from torch_dcpx.manager.pointer import checked_step, refuse_users_pointer
 from torch_dcpx.manager.removal import suppress_and_log
 from torch_dcpx.manager.root import ManagerRoot
@@ -259,7 +265,7 @@ class Retention:
     def _remove_condemned(self) -> None:
         root = self._root
         stored, damaged = root.remembered()
-        unkept = self._rules.condemned(stored, self.is_pinned, damaged)
+        unkept = self._rules.condemned(stored, self._may_be_pinned, damaged)
         condemned = [each for each in unkept if each.tag != root.newest_tag]
         kept = [each for each in stored if each not in condemned]
         saves = {each.save_id for each in condemned}
@@ -294,12 +300,16 @@ class Retention:
         self._deferrals.pop(stored.save_id, None)
         logger.info("removed checkpoint '%s'", stored.path)
 
-    def is_pinned(self, tag: str) -> bool:
-        return self._root.files.is_pinned(tag)
+    def _may_be_pinned(self, tag: str) -> bool:
+        try:
+            return self._root.files.is_pinned(tag)
+        except StorageError as error:
+            logger.warning("'%s' stays, for it may be pinned: %s", self._root.path / tag, error)
+            return True
 
     def refuse_pinned(self, tag: str, doing: str) -> None:
         """Raises UnsupportedError if a checkpoint is pinned. `doing` is the verb of the message."""
-        if self.is_pinned(tag):
+        if self._root.files.is_pinned(tag):
             way_out = ", or save under another name" if doing == "save" else ""
             raise UnsupportedError(
                 f"{doing} '{self._root.path / tag}': it is pinned; unpin it first{way_out}"

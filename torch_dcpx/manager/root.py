@@ -24,6 +24,7 @@ from torch_dcpx.manager.stored import DataFiles, Skipped, Stored, examine
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.names import METADATA_NAME, POINTER_NAME
 from torch_dcpx.storage.root_record import identity_of
+from torch_dcpx.storage.visibility import or_hidden
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -129,10 +130,11 @@ class ManagerRoot:
         """Notes that a checkpoint is gone, or may have changed."""
         self._known.pop(tag, None)
 
-    def listed(self) -> tuple[list[Stored], Skipped]:
+    def listed(self, *, warns: bool = False) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
         stored, skipped = self._whole(self.files.directories())
         self._damaged &= {found.save_id for found in stored}
+        self._warn(skipped if warns else ())
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
@@ -166,7 +168,10 @@ class ManagerRoot:
         with self._own():
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
-                self._pointer = _pointer_to(stored, order)
+                # Of what is hidden the next save must not write that it is gone.
+                is_lost = pointer is self.known and not self.has_seen(pointer.save_id)
+                is_hidden = is_lost and or_hidden(self.path)
+                self._pointer = pointer if is_hidden else _pointer_to(stored, order)
         return stored, skipped
 
     def _read(self) -> Pointer:

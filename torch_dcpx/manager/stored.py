@@ -34,6 +34,7 @@ from torch_dcpx.storage.names import METADATA_NAME
 from torch_dcpx.storage.object_url import Location
 from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.system_calls import uninterrupted
+from torch_dcpx.storage.visibility import hidden
 
 Skipped: TypeAlias = tuple[tuple[str, str], ...]  # tags that are not whole, and reasons
 
@@ -155,10 +156,12 @@ def examine(place: Place, options: ReadOptions | None = None) -> tuple[Stored, D
         CorruptionError: `.metadata` or the manager's record cannot be read.
     """
     path = place.path
-    if METADATA_NAME not in place.names():
-        problem = f"holds no '{METADATA_NAME}': a save that did not end, or a deletion"
+    names = place.names()
+    if METADATA_NAME not in names:
+        why = hidden(place, names) if isinstance(place, PosixPlace) else ""
+        problem = why or f"it holds no '{METADATA_NAME}': a save that did not end, or a deletion"
         missing = str(path / METADATA_NAME)
-        raise NotCommittedError(f"'{path}' {problem}", errno=errno.ENOENT, path=missing)
+        raise NotCommittedError(f"'{path}': {problem}", errno=errno.ENOENT, path=missing)
     found = read_commit(place, METADATA_NAME)
     files = DataFiles(wanted_sizes(found), found.files is not None)
     files.check(place)

@@ -1,0 +1,136 @@
+"""A manager removes nothing, and points to nothing older, where a part of the storage is hidden."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from support.fuse_fixture import MountedClient
+from trainings import manager_of, save_steps
+
+from torch_dcpx import ReadOptions, StorageError
+
+Clients = tuple[MountedClient, MountedClient]
+
+LOOKUPS = pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
+SHORT = ReadOptions(visible_s=0.3)
+
+
+def hide(client: MountedClient, match: str, lookup: int) -> None:
+    client.forget()
+    client.take_down(match, lookup=lookup)
+    client.forget()
+
+
+def show(client: MountedClient) -> None:
+    client.clear()
+    client.forget()
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    found = [each for each in path.iterdir() if each.name != ".dcpx.lock"]
+    return {each.name: each.read_bytes() for each in found}
+
+
+@LOOKUPS
+def test_save_killed_over_a_checkpoint_does_not_remove_its_hidden_one(
+    two_clients: Clients, lookup: int
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2, 3)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    note = f"host={os.uname().nodename} pid=1 boot={boot} name=step-2\n"
+    (root / "step-2" / ".dcpx.lock").write_text(note)
+    before = files_of(root / "step-2")
+    hide(client, "*step-2/.metadata", lookup)
+    with manager_of(root, keep_last=9) as manager:
+        save_steps(manager, 4)
+    show(client)
+    assert files_of(root / "step-2") == before
+    assert manager_of(root).tags() == ["step-1", "step-2", "step-3", "step-4"]
+
+
+@LOOKUPS
+def test_pin_that_is_hidden_keeps_its_checkpoint(two_clients: Clients, lookup: int) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    with manager_of(root) as manager:
+        save_steps(manager, 1)
+        manager.pin(1)
+    before = files_of(root / "step-1")
+    hide(client, "*step-1/.dcpx.pin", lookup)
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 2, 3)
+        with pytest.raises(StorageError, match=r"not connected"):
+            manager.delete(1)
+    show(client)
+    assert files_of(root / "step-1") == before
+    assert manager_of(root).tags() == ["step-1", "step-3"]
+
+
+@LOOKUPS
+def test_hidden_newest_is_pointed_to_by_a_later_job(two_clients: Clients, lookup: int) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2, 3)
+    hide(client, "*step-3/.metadata", lookup)
+    client.fail("rename rename2", errno.EIO, "*step-4/*")
+    client.fail("rename rename2", errno.EIO, "*step-4/.metadata")
+    with manager_of(root, read_options=SHORT) as manager, pytest.raises(StorageError):
+        save_steps(manager, 4)
+    show(client)
+    assert manager_of(root).resume().tag == "step-3"
+
+
+@LOOKUPS
+@pytest.mark.parametrize("call", ["delete", "latest"])
+def test_call_that_goes_by_the_newest_does_not_go_by_an_older_one(
+    two_clients: Clients, lookup: int, call: str
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2, 3)
+    hide(client, "*step-3/.metadata", lookup)
+    with manager_of(root, read_options=SHORT) as manager, pytest.raises(StorageError) as info:
+        manager.delete(2) if call == "delete" else manager.latest()
+    assert "step-3" in str(info.value)
+    show(client)
+    assert manager_of(root).tags() == ["step-1", "step-2", "step-3"]
+    assert manager_of(root).resume().tag == "step-3"
+
+
+@LOOKUPS
+def test_tags_say_what_they_pass_over(
+    two_clients: Clients, lookup: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2, 3)
+    hide(client, "*step-2/.metadata", lookup)
+    with manager_of(root) as manager:
+        assert manager.tags() == ["step-1", "step-3"]
+    assert "skipped checkpoint 'step-2'" in caplog.text
+    says = "part of the file system" if lookup == errno.ENOENT else os.strerror(lookup)
+    assert says in caplog.text
+    assert "did not end" not in caplog.text
+
+
+@LOOKUPS
+def test_removal_takes_later_what_was_hidden(two_clients: Clients, lookup: int) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_steps(manager_of(root), 1, 2)
+    hide(client, "*/__*_0.distcp", lookup)
+    client.clear()
+    client.take_down("*step-1/__0_0.distcp", lookup=lookup)
+    client.take_down("*.dcpx.trash.*/__0_0.distcp", lookup=lookup)
+    client.forget()
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 3)
+    show(client)
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 4)
+    assert sorted(name for name in os.listdir(root) if "root" not in name) == ["newest", "step-4"]
