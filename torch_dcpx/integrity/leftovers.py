@@ -24,6 +24,7 @@ from torch_dcpx.storage.names import (
     LOCK_NAME,
     METADATA_NAME,
     TOMBSTONE_NAME,
+    is_metadata_name,
     is_probe_name,
 )
 from torch_dcpx.storage.object_place import ObjectPlace
@@ -32,7 +33,7 @@ from torch_dcpx.storage.place import Place, PosixPlace
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import saves_elsewhere
 from torch_dcpx.storage.visibility import or_hidden
-from torch_dcpx.writer.commit import unnamed_files
+from torch_dcpx.writer.commit import referenced_files, unnamed_files
 from torch_dcpx.writer.locks import SaveLocks
 
 GRACE_S = 86400.0
@@ -60,7 +61,7 @@ def find_leftovers(path: Location) -> Leftovers:
     knows its files; StorageError, also where they may be hidden.
     """
     with open_checkpoint(path) as place:
-        refuse_hidden(place)
+        refuse_hidden(place, () if place.is_object else place.names())
         return _found(place)
 
 
@@ -85,8 +86,8 @@ def remove_leftovers(path: Location, grace_s: float | None = None) -> Leftovers:
 
 
 def _remove_locked(directory: PosixPlace) -> Leftovers:
-    refuse_hidden(directory)  # before the lock is taken, which notes this process
-    was_committed = bool(commits_among(directory.names()))
+    names = directory.names()
+    refuse_hidden(directory, names)  # before the lock is taken, which notes this process
     locks, has_ended_well = SaveLocks(), False
     try:
         elsewhere = saves_elsewhere(directory, LOCK_NAME)
@@ -100,7 +101,7 @@ def _remove_locked(directory: PosixPlace) -> Leftovers:
                 "remove the files by hand"
             )
         found = _found(directory)
-        if was_committed and not found.is_committed:
+        if commits_among(names) and not found.is_committed:
             text = f"remove leftovers in '{directory.path}': its metadata has gone meanwhile"
             raise StorageError(text, errno=errno.ENOENT, path=str(directory.path))
         if found.is_committed:  # a killed save may have renamed it without an fsync
@@ -129,9 +130,13 @@ def _remove_old(place: ObjectPlace, grace_s: float) -> Leftovers:
 
 
 def _found(place: Place) -> Leftovers:
-    names = unnamed_files(place)
+    commits = list(filter(is_metadata_name, () if place.is_object else place.names()))
+    named = {name: referenced_files(place, name) for name in commits}
+    # A later listing may leave out what an earlier one has named.
+    known = {name: files for name, files in named.items() if files is not None}
+    names = unnamed_files(place, published=known) if len(known) == len(named) else None
     if names is None:
-        for name in commits_among(place.names()):
+        for name in commits:
             place.read_small(name)  # raises what the storage says
         raise CorruptionError(
             f"look for leftovers in '{place.path}': its metadata cannot be read, so any file "
@@ -149,7 +154,7 @@ def _found(place: Place) -> Leftovers:
         there = entries = place.entries()
         names |= {name for name in entries if name in _MARKS or is_probe_name(name)}
         sizes = {name: entries[name].nbytes for name in sorted(names) if name in entries}
-    is_committed, is_removed = bool(commits_among(there)), TOMBSTONE_NAME in there
+    is_committed, is_removed = bool(commits or commits_among(there)), TOMBSTONE_NAME in there
     kept = {name: sizes.pop(name) for name in _usable(place, there) if name in sizes}
     return Leftovers(str(place.path), is_committed, is_removed, sizes, kept)
 

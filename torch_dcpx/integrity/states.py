@@ -157,9 +157,9 @@ def _state(place: Place, look: Look, saving: str) -> State:
     return State("unfinished", text, is_young=is_young)
 
 
-def refuse_hidden(place: Place) -> None:
-    """Raises StorageError where a place may hold a checkpoint which nobody sees."""
-    problem = _hidden(place, place.names()) if isinstance(place, PosixPlace) else None
+def refuse_hidden(place: Place, names: Sequence[str]) -> None:
+    """Raises StorageError where a place of these names may hold a checkpoint which nobody sees."""
+    problem = _hidden(place, names)
     if problem is not None:
         raise problem
 

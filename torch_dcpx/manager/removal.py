@@ -189,8 +189,9 @@ def _remove_trash(path: Path) -> None:
                 logger.warning("'%s' stays: it is no directory of ours", path)
                 return
             with OwnDirectory(path, "remove") as directory:
-                for name in _OWN_NAMES.intersection(directory.names()):
-                    directory.unlink(name)
+                for name in directory.names():  # a part of the file system may have hidden data
+                    if name in _OWN_NAMES or is_data_file_name(name) or is_temporary_name(name):
+                        directory.unlink(name)
                 rest = directory.names()
                 for name in filter(is_name_of_open_file, rest):  # a server may have forgotten it
                     directory.unlink(name)
@@ -225,14 +226,17 @@ def _tidy(root: DirectoryRoot, tag: str, *, leftovers: bool) -> None:
         names = directory.names()
         is_tombstone, is_whole = TOMBSTONE_NAME in names, METADATA_NAME in names
         is_left = leftovers and not is_whole and _is_ours_alone(names)
-        is_left = is_left and not hidden(directory, names)
         if not (is_tombstone or is_left) or not _is_in_place(directory, is_whole=is_whole):
+            return
+        if not is_whole and hidden(directory, names):
             return
         with _locked(directory) as lock:
             if is_whole:  # saved to again: the old one's files go, and the note
                 named = referenced_files(directory, TOMBSTONE_NAME) or set()
-                remove_replaced(directory, named, "nobody")
-                directory.unlink(TOMBSTONE_NAME)
+                own = referenced_files(directory, METADATA_NAME)  # it may be hidden by now
+                if own is not None:
+                    remove_replaced(directory, named - own, "nobody")
+                    directory.unlink(TOMBSTONE_NAME)
                 return
             is_ended = lock.is_held and lock.left_by == "this machine"
             # Else a save has committed meanwhile.

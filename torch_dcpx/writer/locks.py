@@ -11,7 +11,7 @@ from torch_dcpx.storage.object_claim import ObjectClaim
 from torch_dcpx.storage.place import Place
 from torch_dcpx.storage.running_save import RunningSave
 from torch_dcpx.storage.save_lock import SaveLock
-from torch_dcpx.writer.commit import Leftovers, remove_replaced
+from torch_dcpx.writer.commit import Leftovers, referenced_files, remove_replaced
 
 
 class SaveLocks:
@@ -77,6 +77,8 @@ class SaveLocks:
                 # replaced must not go while a power cut could bring the old metadata back.
                 if is_durable:
                     place.sync()
-                remove_replaced(place, set(), self.leftovers_of())
+                own = referenced_files(place, name)  # a later listing may leave the name out
+                if own is not None:
+                    remove_replaced(place, set(), self.leftovers_of(), {name: own})
         elif is_durable:
             place.sync_parent()  # of a new checkpoint, in a directory that somebody else made
