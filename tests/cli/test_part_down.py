@@ -17,6 +17,7 @@ from torch_dcpx.cli.app import app
 
 Clients = tuple[MountedClient, MountedClient]
 
+LOOKUPS = pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
 COMMANDS = [
     ["gc"], ["gc", "--delete"], ["ls"], ["verify"], ["doctor"], ["inspect"],
     ["repair", "--dry-run"], ["repair", "--accept-assumptions"],
@@ -52,7 +53,7 @@ def take_down(client: MountedClient, names: str, lookup: int) -> None:
     client.forget()
 
 
-@pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
+@LOOKUPS
 @pytest.mark.parametrize("down", [".metadata", ".[md]*", ".*"])
 @pytest.mark.parametrize("where", ["root/step-2", "plain"])
 def test_hidden_metadata_are_no_save_that_did_not_end(
@@ -74,7 +75,7 @@ def test_hidden_metadata_are_no_save_that_did_not_end(
     assert dcpx("verify", base)[0] == 0
 
 
-@pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
+@LOOKUPS
 def test_one_hidden_checkpoint_hides_no_other(two_clients: Clients, lookup: int) -> None:
     client, _ = two_clients
     root = save_two(client) / "root"
@@ -85,6 +86,26 @@ def test_one_hidden_checkpoint_hides_no_other(two_clients: Clients, lookup: int)
         assert code == 2, (words, text)
         assert not any(wrong in text for wrong in WRONG), (words, text)
         assert "step-2" in text or "1 unreadable" in text, (words, text)
+    client.clear()
+    client.forget()
+    assert stored_files(root) == before
+
+
+@LOOKUPS
+def test_directory_in_which_all_is_hidden_is_no_empty_one(
+    two_clients: Clients, lookup: int
+) -> None:
+    client, _ = two_clients
+    root = save_two(client) / "root"
+    before = stored_files(root)
+    take_down(client, "*", lookup)
+    os.utime(root / "step-2", (1e9, 1e9))
+    client.forget()
+    for words in COMMANDS[:5]:
+        for path in (root, root / "step-2"):
+            code, text = dcpx(*words, path)
+            assert code == 2, (words, text)
+            assert not any(wrong in text for wrong in WRONG), (words, text)
     client.clear()
     client.forget()
     assert stored_files(root) == before

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support.fuse_fixture import MountedClient
 from trainings import manager_of, save_steps
 
 from torch_dcpx import ReadOptions, StorageError
+from torch_dcpx.cli.app import app
 
 Clients = tuple[MountedClient, MountedClient]
 
@@ -122,15 +124,53 @@ def test_tags_say_what_they_pass_over(
 def test_removal_takes_later_what_was_hidden(two_clients: Clients, lookup: int) -> None:
     client, _ = two_clients
     root = client.path / "root"
+    with manager_of(root, keep_last=1) as manager:
+        save_steps(manager, 1)
+        for place in ("step-1", ".dcpx.trash.*"):
+            client.take_down(f"root/{place}/__0_0.distcp", lookup=lookup)
+        client.forget()
+        save_steps(manager, 2)
+        manager.wait()
+        show(client)
+        save_steps(manager, 3)
+    names = {name for name in os.listdir(root) if not name.startswith(".dcpx.root")}
+    assert names == {"newest", "step-3"}
+
+
+def test_removal_that_did_not_see_a_file_takes_it_later(two_clients: Clients) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
     save_steps(manager_of(root), 1, 2)
-    hide(client, "*/__*_0.distcp", lookup)
-    client.clear()
-    client.take_down("*step-1/__0_0.distcp", lookup=lookup)
-    client.take_down("*.dcpx.trash.*/__0_0.distcp", lookup=lookup)
-    client.forget()
+    (root / "step-1" / ".metadata").rename(root / "step-1" / ".dcpx.deleted")
+    for place in ("step-1", ".dcpx.trash.*"):
+        hide(client, f"root/{place}/__0_0.distcp", errno.ENOENT)
     with manager_of(root, keep_last=1) as manager:
         save_steps(manager, 3)
-    show(client)
-    with manager_of(root, keep_last=1) as manager:
+        manager.wait()
+        show(client)
+        assert any(name.startswith(".dcpx.trash") for name in os.listdir(root))
         save_steps(manager, 4)
-    assert sorted(name for name in os.listdir(root) if "root" not in name) == ["newest", "step-4"]
+    names = {name for name in os.listdir(root) if not name.startswith(".dcpx.root")}
+    assert names == {"newest", "step-4"}
+
+
+@LOOKUPS
+def test_checkpoint_that_was_removed_and_saved_anew_is_not_removed_again(
+    two_clients: Clients, lookup: int
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    with manager_of(root) as manager:
+        save_steps(manager, 1, 2)
+        manager.wait()
+    note = root / "step-1" / ".dcpx.deleted"
+    note.write_bytes((root / "step-1" / ".metadata").read_bytes())
+    os.utime(note, (1e9, 1e9))  # of the save before
+    before = files_of(root / "step-1")
+    hide(client, "*step-1/.metadata", lookup)
+    with manager_of(root, keep_last=9) as manager:
+        save_steps(manager, 3)
+        manager.wait()
+    assert CliRunner().invoke(app, ["gc", "--delete", str(root / "step-1")]).exit_code == 2
+    show(client)
+    assert files_of(root / "step-1") == before

@@ -12,10 +12,11 @@ without metadata are of a save that did not end only where that save's own recor
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -42,6 +43,7 @@ from torch_dcpx.storage.names import (
     is_data_file_name,
     is_metadata_name,
     is_rank_lock,
+    step_in,
 )
 from torch_dcpx.storage.object_url import Location
 
@@ -55,6 +57,7 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.02, 1.0
 _PAUSES_S = (0.0, 0.2, 0.8, 1.2, 1.3)  # more than the second for which most clients keep names
 _MAX_NOTES = 4096
 _MAX_BEFORE = 16  # of one path: which a node may still see
+_NEW_S = 60.0  # a directory that a save may be about to write to
 _LATE = frozenset({errno.ESTALE, errno.ENOENT})
 
 
@@ -195,37 +198,44 @@ def hidden(directory: Directory, names: Sequence[str]) -> str:
     """Returns why nobody can tell if a directory holds a checkpoint; "" where its names say it.
 
     A file system that other nodes mount may hide the metadata. Only a save that has noted itself,
-    and did not end, is known to have left data files: those that are not older than its note.
+    and did not end, is known to have left data files: those that are not older than its note. A
+    removal is known to have left those that are not younger.
 
     Args:
         names: in the directory.
 
     Raises: StorageError: what a look-up of the metadata says, but that there is none.
     """
-    is_said = TOMBSTONE_NAME in names or any(map(is_metadata_name, names))
-    if is_said or not is_shared(directory.path):
+    if any(map(is_metadata_name, names)) or not is_shared(directory.path):
         return ""
     if directory.is_regular(METADATA_NAME):
         return f"a listing leaves out its '{METADATA_NAME}', which is there: look again"
-    marks = [name for name in (READERS_NAME, PIN_NAME) if name in names]
-    if not marks and (not holds_checkpoint(names) or _are_noted(directory, names)):
-        return ""
-    found = f"'{marks[0]}' of a commit" if marks else "data files"
-    return f"it holds {found}, and no '{METADATA_NAME}' is seen: {_PART_DOWN}"
+    if not names and step_in(directory.path.name) is not None:
+        with storage_errors("fstat", directory.path, is_read=True):
+            is_old = time.time() - os.fstat(directory.fd).st_mtime > _NEW_S
+        return f"nothing is seen in it: {_PART_DOWN}, or a save was killed here" if is_old else ""
+    files = [file.st_mtime_ns for file in _statuses(directory, names, is_data_file_name)]
+    if TOMBSTONE_NAME in names:  # which has the date of the metadata that it was
+        notes = _statuses(directory, names, TOMBSTONE_NAME.__eq__)
+        is_sure = not files or max(files) <= min(note.st_mtime_ns for note in notes)
+        found = "data files behind its removal"
+    else:
+        marks = [name for name in (READERS_NAME, PIN_NAME) if name in names]
+        locks = _statuses(directory, names, lambda name: name == LOCK_NAME or is_rank_lock(name))
+        since = max((lock.st_mtime_ns for lock in locks if lock.st_size), default=None)
+        is_noted = since is not None and min(files, default=since) >= since
+        is_sure = not marks and (is_noted or not holds_checkpoint(names))
+        found = f"'{marks[0]}' of a commit" if marks else "data files"
+    return "" if is_sure else f"it holds {found}, and no '{METADATA_NAME}' is seen: {_PART_DOWN}"
 
 
-def _are_noted(directory: Directory, names: Sequence[str]) -> bool:
-    """Returns whether the data files are of a save that has noted itself and did not end."""
-
-    def statuses(wanted: Callable[[str], bool]) -> Iterator[os.stat_result]:
-        for name in filter(wanted, names):
-            with suppress(FileNotFoundError), storage_errors("stat", directory.path / name):
-                yield os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
-
-    locks = list(statuses(lambda name: name == LOCK_NAME or is_rank_lock(name)))
-    since = max((lock.st_mtime_ns for lock in locks if lock.st_size), default=None)
-    files = statuses(is_data_file_name)
-    return since is not None and all(file.st_mtime_ns >= since for file in files)
+def _statuses(
+    directory: Directory, names: Sequence[str], wanted: Callable[[str], bool]
+) -> list[os.stat_result]:
+    """Returns the status of each wanted file. Raises: StorageError, also where one has gone."""
+    with storage_errors("stat", directory.path, is_read=True):
+        stat = functools.partial(os.stat, dir_fd=directory.fd, follow_symlinks=False)
+        return [stat(name) for name in names if wanted(name)]
 
 
 def _say_how_long(error: DcpxError, deadline: Deadline, known: Saved | None) -> None:
