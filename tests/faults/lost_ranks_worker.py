@@ -65,6 +65,7 @@ def save_as(rank: int, scenario: str, directory: Path) -> Any:
 
     reach("entry")
     with exchange_for(None, no_dist=False, timeout_s=TIMEOUT_S) as exchange:
+        exchange.place = str(directory)
         assert exchange.all_reduce("plan", plan, sum) == 3
         exchange.note_phase("writing")
         client_of(dist.group.WORLD).settle(Deadline(seconds(30)))

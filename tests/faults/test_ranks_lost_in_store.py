@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_lost_rank_is_named_on_all_others_and_nothing_is_committed(
         seen = "rank 1, not even begun" if phase == "entry" else "rank 1 ("
         assert text.startswith(seen)
         assert phase == "entry" or f"), {phase}: no sign within" in text
+        assert re.search(r" of the save at '[^']+': killed", text), text
     assert saves[scenario]["is_committed"] is False
 
 

@@ -210,6 +210,7 @@ class _Export:
 
         def own() -> Names:
             self._arguments = checked()
+            self._exchange.place = str(self._arguments.directory)
             has_adapter = self._arguments.adapter is not None
             self._source = source_of(source, self._options, is_changed=has_adapter)
             arguments = {

@@ -162,7 +162,7 @@ def load_by(
             check_state("load", state_dict, checkpoint_id)
             check_part("planner", planner, LoadPlanner, _PLANNER_HOOKS)
             if checkpoint_id is not None:
-                checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
+                exchange.place = checked_location(checkpoint_id, WAY_OUT, "checkpoint_id")
             if not known:  # an iterator gives globs once
                 known.append(LoadRules.of(*given))
             rules, own_options = known[0], options_of(options, storage_reader)

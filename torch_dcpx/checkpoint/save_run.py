@@ -79,6 +79,7 @@ class SaveRun:
         self.writer = writer
         self.planner: Any = planner  # as long as its state is needed
         self.exchange = exchange
+        exchange.place = self.path
         self.save_id = ""
         self.timeline = Timeline(
             exchange.call.name, path=self.path, rank=exchange.rank, is_of_call=True

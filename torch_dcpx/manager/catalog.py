@@ -82,7 +82,9 @@ class CheckpointCatalog:
         name = tag_or_none(tag) if has_tag else self.root.path.name
         call = CallId(f"CheckpointManager.{what}", name, is_write=what in ("save", "export"))
         seconds = self.read_options.load_timeout_s if timeout_s is None else timeout_s
-        return exchange_for(**self.ranks, timeout_s=seconds, what=what, call=call)
+        exchange = exchange_for(**self.ranks, timeout_s=seconds, what=what, call=call)
+        exchange.place = str(self.root.path)
+        return exchange
 
     def agree(
         self,

@@ -78,6 +78,7 @@ class Exchange:
         self.storage = StorageTimeout(timeout_s, "save_timeout_s" if is_write else "load_timeout_s")
         self._bounds: list[Any] = []  # before this one's
         self.phase = "planning"
+        self.place = ""  # path or URL of the checkpoint or artifact, once it is known
         self.keys = LocalKeys()
         self._proposals = itertools.count()
 
@@ -228,7 +229,8 @@ class Exchange:
     def lost_error(self, ranks: Iterable[int], waited_s: float, step: str) -> RankFailure:
         """Returns the failure that names lost ranks and their last phases."""
         lost = self._last_phases(ranks)
-        return self.failure_of(lost_error(lost, waited_s, f"{step} of the {self.what}"))
+        of = f"{self.what} at '{self.place}'" if self.place else self.what
+        return self.failure_of(lost_error(lost, waited_s, f"{step} of the {of}"))
 
     def _last_phases(self, ranks: Iterable[int]) -> list[tuple[int, str, str]]:
         return [(rank, self.host, self.phase) for rank in ranks]

@@ -129,7 +129,8 @@ def lost_error(lost: Sequence[tuple[int, str, str]], waited_s: float, step: str)
     hint = "" if all(phase for _, _, phase in lost) else NOT_BEGUN
     return RankLostError(
         f"{'; '.join(names)}: no sign within {waited_s:.1f} s in {step}: "
-        f"killed, stopped or stuck, or it failed before it made this call{hint}",
+        "killed, stopped or stuck, as where its storage does not answer, or it failed before it "
+        f"made this call{hint}",
         ranks=tuple(rank for rank, _, _ in lost),
         phases=tuple(phase or "not begun" for _, _, phase in lost),
         waited_s=waited_s,
