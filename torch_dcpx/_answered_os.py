@@ -21,7 +21,10 @@ _Path = Any  # as os takes it: a name, or a descriptor
 _Result = TypeVar("_Result")
 
 _BY_NAME = ("access", "chown", "lstat", "mkdir", "readlink", "rmdir", "stat", "unlink", "utime")
-_BY_FILE = ("fdatasync", "fsync", "fstat", "ftruncate", "lseek", "pread", "pwrite", "read", "write")
+_BY_FILE = (
+    *("fdatasync", "fstat", "fstatvfs", "fsync", "ftruncate", "lseek", "pread", "pwrite"),
+    *("pwritev", "read", "write"),
+)
 _BY_PATH = (*_BY_NAME, *_BY_FILE, "listdir", "statvfs")
 _BY_TWO_PATHS = ("link", "rename", "replace")
 _OF_PATH = ("exists", "isdir", "isfile", "islink", "ismount", "lexists", "realpath", "samefile")

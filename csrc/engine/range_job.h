@@ -54,7 +54,8 @@ struct RangeReport {
   std::uint64_t engine_ns = 0;       // wall time inside write() and finish()
 };
 
-class RangeJob {  // Not thread-safe. After an exception only report() and abandon() may be called.
+// Not thread-safe, but for report(). After an exception only report() and abandon() may be called.
+class RangeJob {
  public:
   // `dir_fd` is duplicated. Throws Error(kStorage).
   RangeJob(int dir_fd, std::string dir_path, const RangeOptions& options);

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import importlib.metadata
 import mmap
-import os
 import platform
 import resource
 import subprocess
@@ -23,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from torch_dcpx._answered_os import fcntl, os
 from torch_dcpx._descriptors import open_file
 from torch_dcpx._text import counted, human_bytes
 from torch_dcpx._version import __version__
