@@ -20,6 +20,13 @@ LOOKUPS = pytest.mark.parametrize("lookup", [errno.ENOENT, errno.ENOTCONN])
 SHORT = ReadOptions(visible_s=0.3)
 
 
+def save_and_wait(root: Path, *steps: int) -> None:
+    """Saves; no thread of the manager looks for removals behind that."""
+    with manager_of(root) as manager:
+        save_steps(manager, *steps)
+        manager.wait()
+
+
 def hide(client: MountedClient, match: str, lookup: int) -> None:
     client.forget()
     client.take_down(match, lookup=lookup)
@@ -42,7 +49,7 @@ def test_save_killed_over_a_checkpoint_does_not_remove_its_hidden_one(
 ) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    save_steps(manager_of(root), 1, 2, 3)
+    save_and_wait(root, 1, 2, 3)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     note = f"host={os.uname().nodename} pid=1 boot={boot} name=step-2\n"
     (root / "step-2" / ".dcpx.lock").write_text(note)
@@ -77,7 +84,7 @@ def test_pin_that_is_hidden_keeps_its_checkpoint(two_clients: Clients, lookup: i
 def test_hidden_newest_is_pointed_to_by_a_later_job(two_clients: Clients, lookup: int) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    save_steps(manager_of(root), 1, 2, 3)
+    save_and_wait(root, 1, 2, 3)
     hide(client, "*step-3/.metadata", lookup)
     client.fail("rename rename2", errno.EIO, "*step-4/*")
     client.fail("rename rename2", errno.EIO, "*step-4/.metadata")
@@ -94,7 +101,7 @@ def test_call_that_goes_by_the_newest_does_not_go_by_an_older_one(
 ) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    save_steps(manager_of(root), 1, 2, 3)
+    save_and_wait(root, 1, 2, 3)
     hide(client, "*step-3/.metadata", lookup)
     with manager_of(root, read_options=SHORT) as manager, pytest.raises(StorageError) as info:
         manager.delete(2) if call == "delete" else manager.latest()
@@ -110,7 +117,7 @@ def test_tags_say_what_they_pass_over(
 ) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    save_steps(manager_of(root), 1, 2, 3)
+    save_and_wait(root, 1, 2, 3)
     hide(client, "*step-2/.metadata", lookup)
     with manager_of(root) as manager:
         assert manager.tags() == ["step-1", "step-3"]
@@ -140,7 +147,7 @@ def test_removal_takes_later_what_was_hidden(two_clients: Clients, lookup: int) 
 def test_removal_that_did_not_see_a_file_takes_it_later(two_clients: Clients) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    save_steps(manager_of(root), 1, 2)
+    save_and_wait(root, 1, 2)
     (root / "step-1" / ".metadata").rename(root / "step-1" / ".dcpx.deleted")
     for place in ("step-1", ".dcpx.trash.*"):
         hide(client, f"root/{place}/__0_0.distcp", errno.ENOENT)
@@ -160,9 +167,7 @@ def test_checkpoint_that_was_removed_and_saved_anew_is_not_removed_again(
 ) -> None:
     client, _ = two_clients
     root = client.path / "root"
-    with manager_of(root) as manager:
-        save_steps(manager, 1, 2)
-        manager.wait()
+    save_and_wait(root, 1, 2)
     note = root / "step-1" / ".dcpx.deleted"
     note.write_bytes((root / "step-1" / ".metadata").read_bytes())
     os.utime(note, (1e9, 1e9))  # of the save before

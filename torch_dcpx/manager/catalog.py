@@ -31,7 +31,7 @@ from torch_dcpx.errors import (
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.manager.known import check_found, is_apart
+from torch_dcpx.manager.known import check_found, is_apart, is_removed
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.retention import Retention
@@ -198,7 +198,9 @@ class CheckpointCatalog:
                 raise
 
     def tags(self) -> list[str]:
-        stored, _ = self.root.listed(warns=is_apart(self.root))
+        stored, skipped = self.root.listed()
+        if is_apart(self.root):
+            self.root.warn([row for row in skipped if not is_removed(self.root, row[0])])
         return [each.tag for each in reversed(stored)]
 
     def newest(self) -> Stored | None:

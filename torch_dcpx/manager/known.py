@@ -106,7 +106,7 @@ def _lost(
     is_damage = not reason.startswith(_LATE if is_apart(root) else _ABSENT)
     if reason and is_damage and not begins_anew:
         return None  # the one before it may take its place
-    if _is_removed(root, tag):
+    if is_removed(root, tag):
         return None
     found = reason or f"'{root.path / tag}' is not there"
     return StorageError(
@@ -121,7 +121,7 @@ def is_apart(root: ManagerRoot) -> bool:
     return isinstance(root.path, Path) and is_shared(root.path)
 
 
-def _is_removed(root: ManagerRoot, tag: str) -> bool:
+def is_removed(root: ManagerRoot, tag: str) -> bool:
     """Returns whether a manager has begun to remove a checkpoint."""
     with suppress(DcpxError), root.files.open(tag) as place:
         return place.is_regular(TOMBSTONE_NAME) and not place.is_regular(METADATA_NAME)

@@ -130,11 +130,10 @@ class ManagerRoot:
         """Notes that a checkpoint is gone, or may have changed."""
         self._known.pop(tag, None)
 
-    def listed(self, *, warns: bool = False) -> tuple[list[Stored], Skipped]:
+    def listed(self) -> tuple[list[Stored], Skipped]:
         """Returns all whole checkpoints, the newest first; and the others. Raises: StorageError."""
         stored, skipped = self._whole(self.files.directories())
         self._damaged &= {found.save_id for found in stored}
-        self._warn(skipped if warns else ())
         return stored, skipped
 
     def remembered(self) -> tuple[list[Stored], frozenset[str]]:
@@ -162,7 +161,7 @@ class ManagerRoot:
         if not (found and found[0].is_ours) or self._is_put_back(pointer, found[0]):
             found, skipped = self.listed()
         self._warned.clear()
-        self._warn(skipped)
+        self.warn(skipped)
         stored = found[0] if found else None
         order = max([pointer.order, *(each.order for each in found)])
         with self._own():
@@ -221,7 +220,7 @@ class ManagerRoot:
         """Returns, and logs, whole checkpoints that may be newer than what was just chosen."""
         others = [s for s in self._seen() if s.tag != chosen.tag and s.tag not in passed]
         found = doubts(others, chosen, self.runs)
-        self._warn(found)
+        self.warn(found)
         return found
 
     def _seen(self) -> list[Stored]:
@@ -253,10 +252,10 @@ class ManagerRoot:
         """Returns the newest of all directories but these tags, as `newest`; notes nothing."""
         self.silent.clear()
         found, skipped = self.listed()
-        self._warn(skipped)
+        self.warn(skipped)
         return next((each for each in found if each.tag not in passed), None), skipped
 
-    def _warn(self, skipped: Skipped) -> None:
+    def warn(self, skipped: Iterable[tuple[str, str]]) -> None:
         """Logs why checkpoints are skipped, unless the last reason was the same."""
         for tag, reason in skipped:
             if self._warned.get(tag) != reason:
