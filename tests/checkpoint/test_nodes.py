@@ -21,6 +21,8 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
+from torch_dcpx.checkpoint.same_directory import Spread
+from torch_dcpx.checkpoint.sight import Sight
 from torch_dcpx.writer.commit import check_present
 
 WORKER = Path(__file__).with_name("nodes_worker.py")
@@ -70,6 +72,14 @@ def test_a_file_that_cannot_be_looked_at_is_no_mount_that_is_missing(
     is_missing = number == errno.ENOENT
     assert type(caught.value) is (PlanError if is_missing else StorageError)
     assert ("mount it on each" in str(caught.value)) == is_missing
+
+
+def test_a_coordinator_that_does_not_see_its_own_commit_says_that_it_is_one(tmp_path: Path) -> None:
+    spread = Spread(("node0", "node1"), (1,))
+    sight = Sight(tmp_path, spread, WriteOptions(check_visible=True))
+    text = r"save abc to .* is committed and durable, but rank 0 \(node0\) does not see it"
+    with pytest.raises(StorageError, match=text):
+        sight.seen("abc", {})
 
 
 def test_a_manager_refuses_disks_of_each_node_by_name(tmp_path: Path) -> None:

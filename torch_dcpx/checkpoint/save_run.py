@@ -223,7 +223,7 @@ class SaveRun:
         self.writer.finish(self._metadata, results)
         files = [entry for rank in results for entry in getattr(rank, "files", ())]
         sizes = {entry.path: entry.nbytes for entry in files}
-        seen = self._sight.seen(sizes) if self._sight else None
+        seen = self._sight.seen(self.save_id, sizes) if self._sight else None
         return Committed(
             self.save_id, len(results), len(sizes), sum(sizes.values()), replaced, seen
         )

@@ -68,12 +68,16 @@ class Sight:
                     return "" if brief is None else brief.save_id
         return ""
 
-    def seen(self, sizes: Mapping[str, int]) -> Seen | None:
+    def seen(self, save_id: str, sizes: Mapping[str, int]) -> Seen | None:
         """Returns what others are to see; None where nobody looks. Raises: StorageError."""
         if not self._is_asked:
             return None
         step = -(-len(sizes) // _MAX_FILES) or 1
-        return Seen(*_metadata_at(self._directory), dict(islice(sizes.items(), 0, None, step)))
+        chosen = dict(islice(sizes.items(), 0, None, step))
+        try:
+            return Seen(*_metadata_at(self._directory), chosen)
+        except DcpxError as error:
+            raise _unseen(save_id, self._directory, f"0 ({self.hosts[0]})", error) from error
 
 
 def _metadata_at(directory: Location) -> tuple[int, bytes]:
@@ -99,10 +103,14 @@ def look_for(
     try:
         look_until_seen(directory, options.visible_s, look, is_known=True)
     except DcpxError as error:
-        raise StorageError(
-            f"save {save_id} to '{directory}' is committed and durable, but rank {exchange.rank} "
-            f"({exchange.host}) does not see it: {error}; WriteOptions(check_visible=False) does "
-            "not ask",
-            errno=errno.ESTALE,
-            path=getattr(error, "path", None) or str(directory),
-        ) from error
+        rank = f"{exchange.rank} ({exchange.host})"
+        raise _unseen(save_id, directory, rank, error) from error
+
+
+def _unseen(save_id: str, directory: Location, rank: str, error: DcpxError) -> StorageError:
+    return StorageError(
+        f"save {save_id} to '{directory}' is committed and durable, but rank {rank} does not see "
+        f"it: {error}; WriteOptions(check_visible=False) does not ask",
+        errno=errno.ESTALE,
+        path=getattr(error, "path", None) or str(directory),
+    )
