@@ -16,6 +16,7 @@ from support.nodes import enter_node
 from support.worker import rank_case
 
 import torch_dcpx as dcpx
+from torch_dcpx.checkpoint import save_run
 
 
 def on_all(call: Callable[[], Any]) -> list[Any]:
@@ -72,6 +73,37 @@ def load_that_follows_a_save_sees_it_on_every_node(root: Path, other: str, check
             look_at_all(root / "root" / f"step-{value}")
         if rank == 0:
             assert "damaged" not in (root / "root" / "newest").read_text()
+
+
+@rank_case("group")
+def one_rank_of_each_other_node_of_a_group_looks(root: Path, other: str) -> None:
+    rank, looked = dist.get_rank(), []
+    enter_node(rank % 2, root, other)
+    true_look = save_run.look_for
+    save_run.look_for = lambda *given: (looked.append(given), true_look(*given))[1]
+    ranks: dict[str, Any] = {"process_group": dist.new_group([1, 2, 3])}  # on nodes 1, 0, 1
+    if rank == 0:
+        return
+
+    def check(value: int) -> None:
+        target = state(-1)
+        dcpx.load(target, root / "same", **ranks)
+        assert target["v"] == value and target[f"w{rank}"].eq(value).all()
+        look_at_all(root / "same")
+
+    for value in (0, 1):
+        dcpx.save(state(value), root / "same", **ranks)
+        check(value)
+    dcpx.async_save(state(2), root / "same", **ranks).result()
+    check(2)
+    with dcpx.CheckpointManager(root / "root", keep_last=1, **ranks) as manager:
+        for value in (3, 4):
+            manager.save(value, state=state(value))
+            manager.wait()
+            target = state(-1)
+            assert manager.resume(state=target).tag == f"step-{value}"
+            assert target["v"] == value
+    assert len(looked) == (5 if rank == 2 else 0)
 
 
 @rank_case("never")

@@ -37,6 +37,12 @@ def test_a_save_that_returned_is_seen_on_every_node(two_clients: Clients, check:
 
 
 @pytest.mark.multirank
+def test_one_rank_of_each_other_node_of_a_group_looks(two_clients: Clients) -> None:
+    first, second = two_clients
+    run_cases(WORKER, 4, "group", first.path, second.path)
+
+
+@pytest.mark.multirank
 def test_a_save_that_a_node_does_not_see_fails_on_all(two_clients: Clients) -> None:
     first, second = two_clients
     run_cases(WORKER, 2, "never", first.path, second.path, second.address, second.pid)
