@@ -152,9 +152,9 @@ class FileRecord:
                 raise storage_error("create", path, error) from error
             try:
                 if _mounts.HAS_SHARED and _mounts.shared_mount(str(path)):
-                    with storage_errors("write", path):  # s3fs loses an unwritten file at its open
-                        _overwrite(fd, holder.encoded())
-                        os.fsync(fd)
+                    with storage_errors("write", path):
+                        _write(fd, holder.encoded())
+                        os.fsync(fd)  # s3fs cannot open or truncate what it has not sent
                 holder = holder._replace(has_flock=_has_locked(fd, directory, name))
                 with storage_errors("write", path):
                     _overwrite(fd, holder.encoded())
@@ -217,11 +217,15 @@ def _numbers(directory: Directory) -> list[int]:
     return [n for name, n in found.items() if n is not None and directory.is_regular(name)]
 
 
-def _overwrite(fd: int, content: bytes) -> None:
-    """Writes a record over a shorter or longer one. Raises: OSError."""
+def _write(fd: int, content: bytes) -> None:
     done = 0
     while done < len(content):
         done += moved(os.pwrite(fd, content[done:], done))
+
+
+def _overwrite(fd: int, content: bytes) -> None:
+    """Writes a record over a shorter or longer one. Raises: OSError."""
+    _write(fd, content)
     os.ftruncate(fd, len(content))
 
 
