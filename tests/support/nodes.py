@@ -34,13 +34,15 @@ def enter_node(number: int, path: str | os.PathLike[str], own: str | os.PathLike
         raw = None if source is None else os.fsencode(source)
         _checked(libc.mount(raw, os.fsencode(target), None, flags, None), f"mount {target}")
 
-    _checked(libc.unshare(_NEW_MOUNTS | _NEW_HOST_NAME), "unshare")
-    mount(None, "/", _RECURSIVE | _PRIVATE)
+    host = f"node{number}".encode()
+    has_entered = os.uname().nodename == host.decode()  # and has threads: another mount for all
+    if not has_entered:
+        _checked(libc.unshare(_NEW_MOUNTS | _NEW_HOST_NAME), "unshare")
+        mount(None, "/", _RECURSIVE | _PRIVATE)
     if not os.path.samefile(path, own) or os.path.realpath(path) != os.path.realpath(own):
         mount(os.fspath(own), os.fspath(path), _BIND)
-    host = f"node{number}".encode()
-    if os.uname().nodename == host.decode():
-        return  # it has entered before: another mount lies there now
+    if has_entered:
+        return
     _checked(libc.sethostname(host, len(host)), "sethostname")
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(f"{number:08d}-0000-4000-8000-000000000000\n")
