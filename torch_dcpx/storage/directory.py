@@ -10,16 +10,16 @@ import errno
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch_dcpx import _mounts
-from torch_dcpx._answered_os import answered_at, note_device, os
+from torch_dcpx._answered_os import note_device, os
 from torch_dcpx._descriptors import open_file
 from torch_dcpx._replacing import move_new
-from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError, StorageError
+from torch_dcpx.errors import CorruptionError, ShortReadError, StorageError
 from torch_dcpx.storage.room import room_text
 from torch_dcpx.storage.system_calls import (
     LATE_PAUSES_S,
@@ -33,8 +33,6 @@ from torch_dcpx.storage.system_calls import (
     uninterrupted,
 )
 
-_Asked = TypeVar("_Asked")
-_Found = TypeVar("_Found")
 _Own = TypeVar("_Own", bound="Directory")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview  # of bytes
@@ -56,9 +54,7 @@ def storage_error(
     is_read: bool = False,
 ) -> StorageError:
     """Returns the typed error of a failed system call; that of a read does not mention room."""
-    if isinstance(
-        error, StorageError
-    ):  # of a call without an answer: it says what and for how long
+    if isinstance(error, StorageError):  # without an answer: it says what and for how long
         return StorageError(error.message, errno=error.errno, path=error.path)
     range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
     room = "" if is_read else room_text(Path(path), nbytes, error.errno)
@@ -165,18 +161,6 @@ def _comes_into_sight(path: Path) -> bool:
             break
         time.sleep(pause_s)
     return _is_directory(path)
-
-
-def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
-    """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
-    try:
-        if _mounts.HAS_SHARED:
-            return answered_at(path, "look into", lambda: uninterrupted(look, asked))
-        return uninterrupted(look, asked)
-    except OSError as error:
-        if isinstance(error, DcpxError):
-            raise
-        raise storage_error("look into", path, error, is_read=True) from error
 
 
 def _joined(pieces: Iterable[memoryview]) -> Iterator[memoryview]:

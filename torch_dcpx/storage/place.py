@@ -10,12 +10,12 @@ import resource
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch_dcpx import _mounts
-from torch_dcpx._answered_os import os
+from torch_dcpx._answered_os import answered_at, os
 from torch_dcpx._native import _C
-from torch_dcpx.errors import StorageError
+from torch_dcpx.errors import DcpxError, StorageError
 from torch_dcpx.options import ReadOptions, WriteOptions
 from torch_dcpx.storage.answered_job import answered_job
 from torch_dcpx.storage.directory import (
@@ -42,12 +42,14 @@ from torch_dcpx.storage.object_place import ObjectPlace, summed_slot_bytes
 from torch_dcpx.storage.object_url import Location, ObjectUrl
 from torch_dcpx.storage.publish import publish
 from torch_dcpx.storage.save_lock import SaveLock
-from torch_dcpx.storage.system_calls import SILENT
+from torch_dcpx.storage.system_calls import SILENT, uninterrupted
 
 if TYPE_CHECKING:
     from torch_dcpx.storage.running_save import RunningSave
     from torch_dcpx.timelines import Timeline
 
+_Asked = TypeVar("_Asked")
+_Found = TypeVar("_Found")
 
 # Differs once a name means another file or object, or was written to.
 FileState: TypeAlias = tuple[int | str, ...]
@@ -281,6 +283,18 @@ def is_place(location: Location) -> bool:
         found = ObjectPlace(location).look()
         return bool(found.names or found.beneath())
     return os.path.isdir(location)
+
+
+def look_into(path: os.PathLike[str], look: Callable[[_Asked], _Found], asked: _Asked) -> _Found:
+    """Returns `look(asked)`, code of stock's; an OSError of it becomes a StorageError."""
+    try:
+        if _mounts.HAS_SHARED:
+            return answered_at(path, "look into", lambda: uninterrupted(look, asked))
+        return uninterrupted(look, asked)
+    except OSError as error:
+        if isinstance(error, DcpxError):
+            raise
+        raise storage_error("look into", path, error, is_read=True) from error
 
 
 def make_place(location: Location, *, is_durable: bool) -> list[Any]:

@@ -36,7 +36,6 @@ from torch_dcpx.ranks.plan_wire import offered
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.staging.staged_state import note_state_written
 from torch_dcpx.staging.stager import DcpxStager
-from torch_dcpx.storage.directory import look_into
 from torch_dcpx.storage.names import FileEntry, is_metadata_name, metadata_name
 from torch_dcpx.storage.object_files import set_location
 from torch_dcpx.storage.object_url import Location, location_of
@@ -46,7 +45,7 @@ from torch_dcpx.storage.paths import (
     checked_location,
     refuse_other_metadata_file,
 )
-from torch_dcpx.storage.place import Place, make_place, open_place
+from torch_dcpx.storage.place import Place, look_into, make_place, open_place
 from torch_dcpx.storage.running_save import RunningSave, WriterUse
 from torch_dcpx.tensors.offences import check_plan
 from torch_dcpx.timelines import Timeline
