@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch_dcpx import _mounts
 from torch_dcpx._answered_os import os
-from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import (
     ConcurrentSaveError,
     CorruptionError,
@@ -118,7 +118,7 @@ def _has_hidden_pin(directory: PosixPlace) -> bool:
     """Returns whether a mark of `pin` is there that no listing shows. Raises StorageError: the part
     of the file system that would have it is down, by which no name can be made there.
     """
-    if is_shared(directory.path):
+    if _mounts.HAS_SHARED and _mounts.shared_mount(str(directory.path)):
         try:
             directory.create(PIN_NAME, [], is_durable=False)
         except StorageError as error:
