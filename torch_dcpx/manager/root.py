@@ -168,7 +168,8 @@ class ManagerRoot:
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
                 # Of what is hidden the next save must not write that it is gone.
-                is_lost = pointer is self.known and not self.has_seen(pointer.save_id)
+                is_other = stored is None or stored.save_id != pointer.save_id
+                is_lost = is_other and pointer is self.known and not self.has_seen(pointer.save_id)
                 is_hidden = is_lost and or_hidden(self.path)
                 self._pointer = pointer if is_hidden else _pointer_to(stored, order)
         return stored, skipped
