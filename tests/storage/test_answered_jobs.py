@@ -131,6 +131,31 @@ def test_write_that_was_left_removes_its_own_files_when_it_ends(job: Job) -> Non
     assert job.said == ["abandon"]
 
 
+def test_write_that_was_left_is_tidied_up_by_its_own_thread_alone(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = AnsweredWriteJob(job, job.path)
+    ends, goes_on = threading.Event(), threading.Event()
+
+    def created() -> list[str]:
+        ends.set()
+        assert goes_on.wait(seconds(30))
+        return []
+
+    monkeypatch.setattr(job, "created", created)
+    with wait_at_most(StorageTimeout(BOUND_S, "save_timeout_s")), pytest.raises(StorageError):
+        made.write([], progress=None)
+    job.goes_on.set()
+    assert ends.wait(seconds(30))
+    made.abandon()  # of the caller, while the thread of the call does so
+    assert made.created() == job.said == []
+    goes_on.set()
+    deadline = time.monotonic() + seconds(30)
+    while job.said != ["abandon"]:
+        assert time.monotonic() < deadline, job.said
+        time.sleep(0.01)
+
+
 def test_read_that_was_left_is_told_so_at_once_and_closed_when_it_ends(job: Job) -> None:
     made = AnsweredReadJob(job, job.path)
     with wait_at_most(StorageTimeout(BOUND_S, "load_timeout_s")), pytest.raises(StorageError):

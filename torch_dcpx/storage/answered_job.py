@@ -10,6 +10,7 @@ answer. So the call is made on a thread that can be left behind. What it uses li
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ class _AnsweredJob:
 
     def __init__(self, job: Any, path: Path) -> None:
         self._job, self._path = job, path
+        self._lock = threading.Lock()  # of whether the caller tidies up, or the call itself
         self._is_running = self._has_left = False
 
     def __getattr__(self, name: str) -> Any:
@@ -39,8 +41,9 @@ class _AnsweredJob:
             try:
                 return call()
             finally:
-                self._is_running = False
-                if self._has_left:
+                with self._lock:
+                    self._is_running = self._has_left  # and stays so: the caller does nothing
+                if self._is_running:
                     self._end()
 
         state, since = self._moved(), time.monotonic()
@@ -59,7 +62,8 @@ class _AnsweredJob:
         try:
             return answered(run, f"{verb} '{path}'", path, moved_at=moved_at)
         except BaseException:
-            self._has_left = True
+            with self._lock:
+                self._has_left = True
             if self._is_running:
                 self._leave()
             raise
