@@ -308,10 +308,12 @@ def _make(
         result = call()
     except BaseException as error:  # noqa: BLE001 - who waits raises it
         failure = error
-    if answer.give(result, failure):
+    is_taken, has_failed = answer.give(result, failure), failure is not None
+    failure = None  # its traceback holds this frame, and that what the call is of
+    if is_taken:
         return
     try:
-        if failure is None and discard is not None:
+        if not has_failed and discard is not None:
             discard(result)  # type: ignore[arg-type]
     except Exception as error:  # noqa: BLE001 - nobody waits for it
         logger.warning("%s: discard a late answer: %r", what, error)

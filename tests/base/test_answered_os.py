@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -260,3 +263,30 @@ def test_path_on_such_a_file_system_asks_on_another_thread_and_gives_what_a_path
         (shared / "moved").rename(shared / "file")
     assert found == PATH_CALLS[name](shared)
     assert type(path_of(shared.parent, "local")) is type(shared)
+
+
+def test_error_of_a_call_keeps_nothing_of_it_alive() -> None:
+    class Held:
+        """Stands for what a call is of."""
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+
+        def call() -> None:
+            raise FileNotFoundError(held.__class__)
+
+        try:
+            answered(call, "stat 'a'", "a")
+        except FileNotFoundError:
+            return weakref.ref(held)
+        raise AssertionError("no error")
+
+    gc.disable()
+    try:
+        held = ask()
+        end = time.monotonic() + 20
+        while held() is not None and time.monotonic() < end:
+            time.sleep(0.01)  # the thread drops the call a moment after its answer
+        assert held() is None
+    finally:
+        gc.enable()
