@@ -134,8 +134,8 @@ def _found(place: Place) -> Leftovers:
     named = {name: referenced_files(place, name) for name in commits}
     # A later listing may leave out what an earlier one has named.
     known = {name: files for name, files in named.items() if files is not None}
-    names = unnamed_files(place, published=known) if len(known) == len(named) else None
-    if names is None:
+    names = unnamed_files(place, published=known)
+    if names is None or (names and len(known) < len(named)):
         for name in commits:
             place.read_small(name)  # raises what the storage says
         raise CorruptionError(
