@@ -167,10 +167,9 @@ class ManagerRoot:
         with self._own():
             self._next_order = max(self._next_order, order + 1)
             if self._pointer is None or order >= self._pointer.order:  # else one was committed now
-                # Of what is hidden the next save must not write that it is gone.
                 is_other = stored is None or stored.save_id != pointer.save_id
                 is_lost = is_other and pointer is self.known and not self.has_seen(pointer.save_id)
-                is_hidden = is_lost and or_hidden(self.path)
+                is_hidden = is_lost and or_hidden(self.path)  # no save may write that it is gone
                 self._pointer = pointer if is_hidden else _pointer_to(stored, order)
         return stored, skipped
 
