@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
-from torch_dcpx._last_jobs import ANSWER_THREAD
+from torch_dcpx._waiting import ANSWER_THREAD
 from torch_dcpx.errors import StorageError
 from torch_dcpx.options import ReadOptions
 

@@ -13,11 +13,9 @@ import time
 from types import FrameType
 
 from torch_dcpx._native import _C
-from torch_dcpx._waiting import Deadline
+from torch_dcpx._waiting import ANSWER_THREAD, STORE_THREAD, Deadline
 
 LAST_WAIT_S = 2.0  # for all that is given up: only a system call or a user's hook takes longer
-STORE_THREAD = "dcpx-store"  # is always in here, and waits for calls
-ANSWER_THREAD = "dcpx-answer"  # as well, or in a system call that may never return
 
 _LOOK_S = 0.002
 _LEAST_S = 0.5  # in any case, for threads to go to sleep

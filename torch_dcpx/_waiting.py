@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 from torch_dcpx.errors import ConcurrentSaveError
 
+# Names of threads that are always in this package, which the end of the process does not wait for.
+STORE_THREAD = "dcpx-store"  # waits for calls
+ANSWER_THREAD = "dcpx-answer"  # as well, or is in a system call that may never return
 _MAX_S = threading.TIMEOUT_MAX
 
 

@@ -57,8 +57,10 @@ class Gluster(System):
     def bring_back(self, part: str) -> None:
         _gluster("start", self.volume, "force")
         wait_for(f"brick {part}", lambda: _bricks_online(self.volume) == len(_BRICKS))
+
+    def settle(self) -> None:
         if not self.loses_files:  # with another brick lost before that, no good copy is left
-            wait_for(f"brick {part} to be healed", lambda: not _to_heal(self.volume))
+            wait_for("the bricks to be healed", lambda: not _to_heal(self.volume))
 
     def limit(self, folder: str, nbytes: int | None) -> None:
         """Lets a directory have so many bytes; None: as many as there are."""

@@ -83,6 +83,9 @@ class System:
     def bring_back(self, part: str) -> None:
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Waits until another part can be lost. REQUIRES: nobody writes, or it may never end."""
+
     @contextlib.contextmanager
     def lost(self, part: str) -> Iterator[None]:
         self.lose(part)

@@ -121,6 +121,7 @@ def test_a_server_killed_and_back_while_a_job_saves_loses_no_checkpoint(
                 raise
             job.wait_told((0, 1), 60)
         goes_on_after(start, job.steps("saved")[-1])
+        system.settle()
 
 
 @on("gluster-distributed")

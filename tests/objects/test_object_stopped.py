@@ -25,8 +25,8 @@ from support.stopped_store import stopped
 
 import torch_dcpx as dcpx
 from torch_dcpx import OutcomeUnknownError, ReadOptions, StorageError, WriteOptions
-from torch_dcpx._answers import ANSWER_THREAD
 from torch_dcpx._last_jobs import LAST_WAIT_S
+from torch_dcpx._waiting import ANSWER_THREAD
 
 pytestmark = s3_alone
 

@@ -92,6 +92,8 @@ def _lost(
         is_later = chosen is not None and (chosen.is_ours and chosen.order >= known.order)
         if is_later or known.tag in passed or root.has_seen(known.save_id):
             return None
+        if known.tag in root.being_committed:
+            return None  # by the save in which a signal's handler resumes
         tag, what = known.tag, f"'{known.tag}' (save {known.save_id}) is known to be committed"
     else:
         newer = [tag for tag in reasons if not _is_older(tag, chosen)]

@@ -65,7 +65,7 @@ class ManagerRoot:
         self._writes = 0  # of the pointer
         self._pointer: Pointer | None = None  # as this process has written or read it
         self._runs: Runs | None = None  # None: not read yet
-        self._committing: list[str] = []
+        self.being_committed: list[str] = []
         self._next_order = 0
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
@@ -238,7 +238,7 @@ class ManagerRoot:
         """
         names = [n for n in self.files.directories() if n not in self._known]
         for name in to_ask(names, chosen, self.files.committed_ns):
-            if name not in self._committing:
+            if name not in self.being_committed:
                 with suppress(DcpxError):  # not whole: a save may be under way
                     self.examined(name)
         newer = [s for s in self._seen() if s.is_ours and s.order > pointer.order]
@@ -266,7 +266,7 @@ class ManagerRoot:
         """Returns `_whole` of the checkpoints that the pointer names."""
         tags = [tag for tag in dict.fromkeys((*pointer.committing, pointer.tag)) if tag is not None]
         # This process commits some of them at this moment.
-        found, skipped = self._whole(tag for tag in tags if tag not in self._committing)
+        found, skipped = self._whole(tag for tag in tags if tag not in self.being_committed)
         own = (pointer.tag, pointer.save_id)
         return [s for s in found if (s.tag, s.save_id) == own or s.order > pointer.order], skipped
 
@@ -341,7 +341,7 @@ class ManagerRoot:
     @contextmanager
     def committing(self, tag: str) -> Iterator[None]:
         """Notes durably that the block is about to commit. Raises StorageError: it cannot."""
-        self._committing.append(tag)
+        self.being_committed.append(tag)
         self.forget(tag)
         try:
             with self._own():
@@ -352,7 +352,7 @@ class ManagerRoot:
                     raise StorageError(str(error), errno=errno.EIO, path=path) from error
             yield
         finally:
-            self._committing.remove(tag)
+            self.being_committed.remove(tag)
 
     def note_committed(self, tag: str, step: int, save_id: str, order: int) -> None:
         """Points to a committed checkpoint, unless a later one was.
@@ -388,7 +388,7 @@ class ManagerRoot:
         refuse_users_pointer(self.path)
         while number != self._writes:  # a signal's handler may have written a later one meanwhile
             number = self._writes = self._writes + 1
-            committing = tuple(tag for tag in self._committing if tag != ended)
+            committing = tuple(tag for tag in self.being_committed if tag != ended)
             damaged = tuple(sorted(self._damaged))
             pointer = (self._pointer or Pointer())._replace(committing=committing, damaged=damaged)
             self.files.write(pointer._replace(**self.runs._asdict()))

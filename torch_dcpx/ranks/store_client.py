@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch_dcpx._compat import group_store, process_groups
-from torch_dcpx._last_jobs import STORE_THREAD
-from torch_dcpx._waiting import Deadline, Guard
+from torch_dcpx._waiting import STORE_THREAD, Deadline, Guard
 from torch_dcpx.errors import StoreLostError, UnsupportedError
 
 T = TypeVar("T")

@@ -7,10 +7,11 @@ import errno
 import itertools
 import shlex
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from torch_dcpx._answered_os import os, path_of
+from torch_dcpx._mounts import is_shared
 from torch_dcpx._text import counted
 from torch_dcpx.errors import (
     CorruptionError,
@@ -129,9 +130,11 @@ def uncommitted(
 
 def _hidden(path: Location, names: Sequence[str]) -> str:
     """Returns why a directory may hold a checkpoint that nobody sees, or what the look-up says."""
+    if not (isinstance(path, Path) and is_shared(path)):
+        return ""
     try:
-        with Directory(path) if isinstance(path, Path) else nullcontext() as directory:
-            return hidden(directory, names) if directory else ""
+        with Directory(path) as directory:
+            return hidden(directory, names)
     except StorageError as error:
         return str(error)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch_dcpx._answers import Answer, current_timeout
-from torch_dcpx._last_jobs import ANSWER_THREAD
+from torch_dcpx._waiting import ANSWER_THREAD
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage.object_services import import_obstore
 
