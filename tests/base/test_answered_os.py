@@ -284,7 +284,7 @@ def test_error_of_a_call_keeps_nothing_of_it_alive() -> None:
     gc.disable()
     try:
         held = ask()
-        end = time.monotonic() + 20
+        end = time.monotonic() + seconds(20)
         while held() is not None and time.monotonic() < end:
             time.sleep(0.01)  # the thread drops the call a moment after its answer
         assert held() is None
