@@ -21,6 +21,8 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
+from torch_dcpx._mounts import Mount
+from torch_dcpx.checkpoint import sight
 from torch_dcpx.checkpoint.same_directory import Spread
 from torch_dcpx.checkpoint.sight import Sight
 from torch_dcpx.writer.commit import check_present
@@ -82,10 +84,10 @@ def test_a_file_that_cannot_be_looked_at_is_no_mount_that_is_missing(
 
 def test_a_coordinator_that_does_not_see_its_own_commit_says_that_it_is_one(tmp_path: Path) -> None:
     spread = Spread(("node0", "node1"), (1,))
-    sight = Sight(tmp_path, spread, WriteOptions(check_visible=True))
+    save = Sight(tmp_path, spread, WriteOptions(check_visible=True))
     text = r"save abc to .* is committed and durable, but rank 0 \(node0\) does not see it"
     with pytest.raises(StorageError, match=text):
-        sight.seen("abc", {})
+        save.seen("abc", {})
 
 
 def test_a_manager_refuses_disks_of_each_node_by_name(tmp_path: Path) -> None:
@@ -95,3 +97,25 @@ def test_a_manager_refuses_disks_of_each_node_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(UnsupportedError, match="node_local=True: a CheckpointManager"):
             CheckpointManager(tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", ["fuse.ceph-fuse", "ceph", "nfs4"])
+def test_the_node_that_renamed_the_metadata_opens_it_for_writing_on_cephfs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(b"of a save")
+    opened: list[tuple[Path, int]] = []
+
+    def note(path: Path, flags: int) -> int:
+        opened.append((path, flags & (os.O_ACCMODE | os.O_TRUNC | os.O_CREAT)))
+        return os.open(path, flags)
+
+    monkeypatch.setattr(sight, "shared_mount", lambda path: Mount(path, kind, ()))
+    monkeypatch.setattr(sight, "os", SimpleNamespace(**vars(os) | {"open": note}))
+    save = Sight(tmp_path, Spread(("node0", "node1"), (1,)), WriteOptions(check_visible=True))
+    assert save.seen("some-save", {}) == (9, b"of a save", {})
+    assert opened == ([] if kind == "nfs4" else [(metadata, os.O_WRONLY)])
+    metadata.unlink()
+    with pytest.raises(StorageError, match="rank 0"):
+        save.seen("some-save", {})

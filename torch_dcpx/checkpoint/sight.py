@@ -10,9 +10,11 @@ import errno
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
-from torch_dcpx._mounts import is_shared
+from torch_dcpx._answered_os import os
+from torch_dcpx._mounts import is_shared, shared_mount
 from torch_dcpx.checkpoint.same_directory import Spread
 from torch_dcpx.checkpoint.save_plan import SaveAnswer
 from torch_dcpx.errors import DcpxError, StorageError
@@ -26,6 +28,7 @@ from torch_dcpx.storage.visibility import look_until_seen
 
 _MAX_FILES = 64  # that each node looks at: a thousand nodes must not ask for a thousand files each
 _END_BYTES = 64  # of `.metadata`: its tail, which has checksums of all of it
+_CEPH = frozenset({"ceph", "fuse.ceph-fuse"})
 
 
 class Seen(NamedTuple):
@@ -74,6 +77,7 @@ class Sight:
             return None
         step = -(-len(sizes) // _MAX_FILES) or 1
         chosen = dict(islice(sizes.items(), 0, None, step))
+        _show_to_others(self._directory)
         try:
             return Seen(*_metadata_at(self._directory), chosen)
         except DcpxError as error:
@@ -84,6 +88,17 @@ def _metadata_at(directory: Location) -> tuple[int, bytes]:
     with open_place(directory) as place, place.open_small(METADATA_NAME) as file:
         end = max(0, file.nbytes - _END_BYTES)
         return file.nbytes, file.part(end, file.nbytes - end)
+
+
+def _show_to_others(directory: Location) -> None:
+    """Has CephFS show a renamed file now. In a new directory another node's look-up waits until the
+    metadata server writes its journal: in up to 5 s (seen with 16.2), or when the node that renamed
+    it opens it for writing.
+    """
+    mount = shared_mount(str(directory)) if isinstance(directory, Path) else None
+    if mount is not None and mount.kind in _CEPH:
+        with suppress(OSError):  # then the look takes those seconds
+            os.close(os.open(directory / METADATA_NAME, os.O_WRONLY | os.O_NOFOLLOW))
 
 
 def look_for(
