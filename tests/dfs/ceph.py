@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import urllib.request
 import uuid
 from pathlib import Path
@@ -95,12 +94,8 @@ class Ceph(System):
     def mount(self, number: int) -> None:
         self._daemon("ceph-fuse", "--client_mountpoint", "/", self.mounts[number])
 
-    def lose(self, part: str) -> None:
-        file = self.folder / "run" / f"{part}.pid"
-        pid = pid_in(file)
-        assert pid is not None, f"{part} does not run"
-        os.kill(pid, signal.SIGKILL)
-        wait_for(f"the end of {part}", lambda: pid_in(file) is None)
+    def part_pid(self, part: str) -> int | None:
+        return pid_in(self.folder / "run" / f"{part}.pid")
 
     def bring_back(self, part: str) -> None:
         kind, number = part.split(".")

@@ -74,6 +74,12 @@ class Job:
     def steps(self, what: str, rank: int = 0) -> list[int]:
         return [note["step"] for note in self.notes(rank) if note["what"] == what]
 
+    def save_s(self) -> float:
+        """Returns how long the last save took that has returned on rank 0."""
+        notes = self.notes(0)
+        last = max(number for number, note in enumerate(notes) if note["what"] == "saved")
+        return float(notes[last]["at_s"] - notes[last - 1]["at_s"])
+
     def wait_saved(self, more: int, deadline_s: float = 120) -> int:
         """Waits until that many more saves have returned on rank 0; returns the last one's step."""
         before = len(self.steps("saved"))
@@ -100,6 +106,16 @@ class Job:
         self._wait(f"an error on ranks {ranks}", is_so, deadline_s)
         return [self._last(rank) for rank in ranks]
 
+    def wait_saved_or_told(self, more: int, deadline_s: float) -> list[str]:
+        """Waits until that many more saves have returned, or both ranks failed: what they said."""
+        before = len(self.steps("saved"))
+
+        def is_so() -> bool:
+            return len(self.steps("saved")) >= before + more or all(map(self._is_over, (0, 1)))
+
+        self._wait(f"{more} saves, or an error on both ranks", is_so, deadline_s)
+        return [told for rank in (0, 1) if (told := self._last(rank))]
+
     def failures(self) -> list[str]:
         return [str(n["error"]) for r in (0, 1) for n in self.notes(r) if n["what"] == "failed"]
 
@@ -108,6 +124,12 @@ class Job:
         (self._notes / "stop").touch()
         told = self.wait_told((0, 1), deadline_s)
         assert told == ["ended", "ended"], f"{told}\n{self.output()}"
+
+    def wait_gone(self) -> None:
+        """Waits until both processes have ended: the kernel ends none within a request."""
+        self._wait(
+            "the end of both processes", lambda: None not in [r.poll() for r in self.ranks], 60
+        )
 
     def output(self) -> str:
         return (self._notes / "output").read_text(errors="replace")[-6000:]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from dfs.system import System, end, pid_in, run, wait_for
@@ -46,7 +44,7 @@ class Moose(System):
 
     def stop(self) -> None:
         for part in ("chunks1", "chunks2", "master"):
-            if (pid := self._pid(part)) is not None:
+            if (pid := self.part_pid(part)) is not None:
                 end(pid)
         run("ip", "address", "del", f"{_ADDRESS}/32", "dev", "lo", quiet=True)
 
@@ -55,17 +53,14 @@ class Moose(System):
         if number == 0:
             run("mfssetgoal", "-r", "2", self.mounts[0])
 
-    def lose(self, part: str) -> None:
-        pid = self._pid(part)
-        assert pid is not None, f"{part} does not run"
-        os.kill(pid, signal.SIGKILL)
-        wait_for(f"the end of {part}", lambda: self._pid(part) is None)
+    def part_pid(self, part: str) -> int | None:
+        return pid_in(self._lock(part))
 
     def bring_back(self, part: str) -> None:
         program = "mfsmaster" if part == "master" else "mfschunkserver"
         restore = ["-a"] if part == "master" and self._lock(part).exists() else []
         run(program, *restore, "-c", self.folder / f"{part}.cfg", "start")
-        servers = 2 if part == "chunks2" or self._pid("chunks2") is not None else 1
+        servers = 2 if part == "chunks2" or self.part_pid("chunks2") is not None else 1
         if part != "master" or servers == 2:
             wait_for(part, lambda: _chunkservers() >= servers)
 
@@ -76,9 +71,6 @@ class Moose(System):
     def _lock(self, part: str) -> Path:
         name = ".mfsmaster.lock" if part == "master" else ".mfschunkserver.lock"
         return self.folder / part / name
-
-    def _pid(self, part: str) -> int | None:
-        return pid_in(self._lock(part))
 
 
 def _chunkservers() -> int:

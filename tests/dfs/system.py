@@ -77,8 +77,15 @@ class System:
         ends = re.compile(rf"(^|\s){re.escape(str(self.mounts[number]))}($|[\s)])")
         return one_process(lambda words: any(ends.search(word) for word in words))
 
-    def lose(self, part: str) -> None:
+    def part_pid(self, part: str) -> int | None:
+        """Returns the process of a part, if it runs."""
         raise NotImplementedError
+
+    def lose(self, part: str) -> None:
+        pid = self.part_pid(part)
+        assert pid is not None, f"{part} does not run"
+        os.kill(pid, signal.SIGKILL)
+        wait_for(f"the end of {part}", lambda: self.part_pid(part) is None)
 
     def bring_back(self, part: str) -> None:
         raise NotImplementedError
@@ -95,14 +102,18 @@ class System:
             self.bring_back(part)
 
     @contextlib.contextmanager
+    def stopped(self, part: str) -> Iterator[None]:
+        """Stops a part as it is, and lets it go on."""
+        pid = self.part_pid(part)
+        assert pid is not None, f"{part} does not run"
+        with stopped(pid):
+            yield
+
+    @contextlib.contextmanager
     def stopped_client(self, number: int) -> Iterator[None]:
         """Stops a client as it is, and lets it go on."""
-        pid = self.client_pid(number)
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(self.client_pid(number)):
             yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
     def kill_client(self, number: int) -> None:
         os.kill(self.client_pid(number), signal.SIGKILL)
@@ -165,6 +176,15 @@ def one_process(is_wanted: Callable[[Sequence[str]], bool]) -> int:
     found = processes(is_wanted)
     assert len(found) == 1, f"{len(found)} processes, expected one"
     return found[0]
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def end(pid: int) -> None:

@@ -1,7 +1,11 @@
-"""Ranks, clients and servers that are lost, stopped and back while a job saves."""
+"""Ranks, clients and servers that are lost, stopped and back while a job saves.
+
+Each at one moment of a save, which is drawn; with DFS_MOMENTS=20 at 20 of them, spread over it.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,14 @@ import torch_dcpx as dcpx
 
 Start = Callable[..., Job]
 TIMEOUT_S = 15.0
+_MOMENTS = int(os.environ.get("DFS_MOMENTS", "1"))
+
+
+@pytest.fixture(params=range(_MOMENTS))
+def moment(request: pytest.FixtureRequest, seed: int) -> float:
+    """A part of a save's time, 0 to 1."""
+    drawn = random.Random(f"{seed} {request.param}").random()
+    return float(request.param + drawn) / _MOMENTS
 
 
 @pytest.fixture
@@ -46,18 +58,18 @@ def goes_on_after(start: Start, saved: int) -> None:
     assert len(job.steps("saved")) == 2
 
 
-def some_time_into_a_save(job: Job, seed: int) -> None:
+def some_time_into_a_save(job: Job, moment: float) -> None:
     job.wait_saved(2)
     job.wait_begun()
-    time.sleep(random.Random(seed).random() * 0.3)
+    time.sleep(moment * job.save_s())
 
 
 @on(*TWO_CLIENTS)
 def test_a_rank_killed_while_it_saves_fails_the_others_and_the_next_job_resumes_the_last_save(
-    start: Start, seed: int
+    start: Start, moment: float
 ) -> None:
     job = start()
-    some_time_into_a_save(job, seed)
+    some_time_into_a_save(job, moment)
     job.ranks[1].kill()
     told = job.wait_told((0,), 3 * TIMEOUT_S)
     assert "Error" in told[0]
@@ -66,10 +78,10 @@ def test_a_rank_killed_while_it_saves_fails_the_others_and_the_next_job_resumes_
 
 @on(*TWO_CLIENTS)
 def test_a_client_that_stops_for_seconds_delays_a_save_and_fails_none(
-    system: System, start: Start, seed: int
+    system: System, start: Start, moment: float
 ) -> None:
     job = start()
-    some_time_into_a_save(job, seed)
+    some_time_into_a_save(job, moment)
     with system.stopped_client(1):
         time.sleep(3)
     job.wait_saved(2)
@@ -78,10 +90,10 @@ def test_a_client_that_stops_for_seconds_delays_a_save_and_fails_none(
 
 @on(*TWO_CLIENTS)
 def test_a_client_that_stops_for_ever_is_told_on_the_other_node_within_the_deadline(
-    system: System, start: Start, seed: int
+    system: System, start: Start, moment: float
 ) -> None:
     job = start()
-    some_time_into_a_save(job, seed)
+    some_time_into_a_save(job, moment)
     with system.stopped_client(1):
         told = job.wait_told((0,), TIMEOUT_S + 15)
         assert "RankLostError" in told[0] or "StorageError" in told[0], told
@@ -91,10 +103,10 @@ def test_a_client_that_stops_for_ever_is_told_on_the_other_node_within_the_deadl
 
 @on(*TWO_CLIENTS)
 def test_a_killed_client_fails_the_save_on_all_nodes_and_the_next_job_resumes_the_last_one(
-    system: System, start: Start, seed: int
+    system: System, start: Start, moment: float
 ) -> None:
     job = start()
-    some_time_into_a_save(job, seed)
+    some_time_into_a_save(job, moment)
     system.kill_client(1)
     try:
         told = job.wait_told((0, 1), 3 * TIMEOUT_S)
@@ -106,11 +118,11 @@ def test_a_killed_client_fails_the_save_on_all_nodes_and_the_next_job_resumes_th
 
 @on(*REDUNDANT)
 def test_a_server_killed_and_back_while_a_job_saves_loses_no_checkpoint(
-    system: System, start: Start, seed: int
+    system: System, start: Start, moment: float
 ) -> None:
     for part in system.parts:
         job = start()
-        some_time_into_a_save(job, seed)
+        some_time_into_a_save(job, moment)
         with system.lost(part):
             time.sleep(3)
         try:
@@ -121,6 +133,38 @@ def test_a_server_killed_and_back_while_a_job_saves_loses_no_checkpoint(
                 raise
             job.wait_told((0, 1), 60)
         system.settle()  # GlusterFS answers EIO until then, and a resume says so
+        goes_on_after(start, job.steps("saved")[-1])
+
+
+@on(*REDUNDANT)
+def test_a_server_that_stops_for_seconds_loses_no_checkpoint(
+    system: System, start: Start, moment: float
+) -> None:
+    for part in system.parts:
+        job = start(timeout_s=60)
+        some_time_into_a_save(job, moment)
+        with system.stopped(part):
+            time.sleep(3)
+        job.wait_saved(2)
+        job.finish()
+
+
+@on(*REDUNDANT)
+def test_a_server_that_stops_for_ever_is_told_within_the_deadline_or_done_without(
+    system: System, start: Start, moment: float
+) -> None:
+    for part in system.parts:
+        job = start()
+        some_time_into_a_save(job, moment)
+        with system.stopped(part):
+            told = job.wait_saved_or_told(3, TIMEOUT_S + 30)
+        if told:
+            job.wait_told((0, 1), 60)
+            assert all("Error" in one for one in told), told
+        else:
+            job.finish(180)
+        job.wait_gone()
+        system.settle()
         goes_on_after(start, job.steps("saved")[-1])
 
 

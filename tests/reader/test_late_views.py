@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxReader, NotCommittedError, ReadOptions, StorageError
+from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.system_calls import on_stale
 
@@ -192,3 +193,19 @@ def test_save_removes_nothing_where_the_metadata_may_be_out_of_sight(two_clients
     save(3, path)
     assert load(path) == 3
     assert len(list(path.glob("__*"))) == 1  # what was left went with the commit
+
+
+def test_pointer_of_which_a_client_sees_the_size_before_is_read_again(
+    two_clients: Clients,
+) -> None:
+    first, second = two_clients
+    with CheckpointManager(first.path / "root") as manager:
+        manager.save(1, state=state(1))
+    pointer = first.path / "root" / "newest"
+    content = pointer.read_bytes()
+    pointer.write_bytes(content[:40])  # in its place: for sshfs, a path is a file
+    look_at_all(second.path / "root")
+    pointer.write_bytes(content)
+    assert (second.path / "root" / "newest").stat().st_size == 40
+    read = DirectoryRoot(second.path / "root", is_durable=True).read()
+    assert read is not None and read.tag == "step-1"

@@ -47,6 +47,7 @@ from torch_dcpx.storage.reader_lock import being_read, make_readers_file
 from torch_dcpx.storage.root_lock import RootLock
 from torch_dcpx.storage.root_record import FileRecord
 from torch_dcpx.storage.system_calls import SILENT, refuse_lost_link
+from torch_dcpx.storage.visibility import UNKNOWN_S, look_until_seen
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -122,7 +123,12 @@ class DirectoryRoot:
         return is_plain and error.errno in SILENT  # type: ignore[attr-defined]
 
     def read(self) -> Pointer | None:
-        """Returns the pointer, None of a missing one. Raises: CorruptionError, StorageError."""
+        """Returns the pointer, None of a missing one. A node that has seen the size of the one
+        before reads a part of it: then it is read again. Raises: CorruptionError, StorageError.
+        """
+        return look_until_seen(self.path, UNKNOWN_S, self._read)
+
+    def _read(self) -> Pointer | None:
         try:
             directory = PosixPlace(self.path)
         except StorageError as error:
