@@ -7,6 +7,7 @@ Environment (set by the Makefile):
     DCPX_FRAMEWORKS=DIR      environments of frameworks (make test-frameworks)
     DCPX_PAGES=1             the tests of pages in a browser (make test-pages)
     DCPX_DFS=all             tests on file systems with several clients, or NAMES (make test-dfs)
+    DFS_MOMENTS=N            faults of these at N moments of a save each, not at one
     DCPX_NEW_PICTURES=1      draws what these are compared with anew (tests/pages/golden)
     DCPX_AZURE=1             all tests on Azurite, not a tenth of them (make test-azure)
     DCPX_SEED=N              the `seed` fixture's value, to repeat one test
