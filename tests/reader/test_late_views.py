@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxReader, NotCommittedError, ReadOptions, StorageError
+from torch_dcpx.manager import directory_root
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.system_calls import on_stale
@@ -209,3 +211,38 @@ def test_pointer_of_which_a_client_sees_the_size_before_is_read_again(
     assert (second.path / "root" / "newest").stat().st_size == 40
     read = DirectoryRoot(second.path / "root", is_durable=True).read()
     assert read is not None and read.tag == "step-1"
+
+
+def test_pointer_that_a_client_misses_for_a_moment_is_neither_lost_nor_replaced(
+    two_clients: Clients,
+) -> None:
+    first, second = two_clients
+    with CheckpointManager(first.path / "root") as manager:
+        manager.save(1, state=state(1))
+    content = json.loads((first.path / "root" / "newest").read_text())
+    second.forget()
+    second.fail("lookup", errno.ENOENT, "root/newest", times=2)
+    with CheckpointManager(second.path / "root") as manager:
+        assert manager.resume(state=state(-1)).step == 1
+        second.fail("lookup", errno.ENOENT, "root/newest", times=2)
+        second.forget()
+        manager.save(2, state=state(2))
+    first.forget()
+    found = json.loads((first.path / "root" / "newest").read_text())
+    assert (found["tag"], found["run"]) == ("step-2", content["run"])
+
+
+def test_pointer_that_is_missing_beside_checkpoints_is_none_after_a_while(
+    two_clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_root, "UNKNOWN_S", 0.2)
+    first, second = two_clients
+    for name in ("root", "other"):
+        with CheckpointManager(first.path / name) as manager:
+            manager.save(1, state=state(1))
+        (first.path / name / "newest").unlink()
+    assert DirectoryRoot(second.path / "root", is_durable=True).read() is None
+    with CheckpointManager(second.path / "other") as manager:
+        assert manager.resume(state=state(-1)).step == 1
+        manager.save(2, state=state(2))
+    assert (first.path / "other" / "newest").exists()

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
+from torch_dcpx import _mounts
 from torch_dcpx._answered_os import os
 from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import (
@@ -52,6 +53,10 @@ from torch_dcpx.storage.visibility import UNKNOWN_S, look_until_seen
 logger = logging.getLogger("torch_dcpx")
 
 _LOST_AND_FOUND = "lost+found"
+
+
+class _UnseenPointerError(StorageError):
+    """No pointer is seen, where there are checkpoints."""
 
 
 class DirectoryRoot:
@@ -123,10 +128,14 @@ class DirectoryRoot:
         return is_plain and error.errno in SILENT  # type: ignore[attr-defined]
 
     def read(self) -> Pointer | None:
-        """Returns the pointer, None of a missing one. A node that has seen the size of the one
-        before reads a part of it: then it is read again. Raises: CorruptionError, StorageError.
+        """Returns the pointer, None of a missing one. A node that has seen the one before may not
+        find this one for a while, or reads a part of it: then it looks again. Raises:
+        CorruptionError, StorageError.
         """
-        return look_until_seen(self.path, UNKNOWN_S, self._read)
+        try:
+            return look_until_seen(self.path, UNKNOWN_S, self._read)
+        except _UnseenPointerError:
+            return None
 
     def _read(self) -> Pointer | None:
         try:
@@ -137,7 +146,13 @@ class DirectoryRoot:
                 return None
             raise
         with directory:
-            return read_pointer(directory)
+            pointer = read_pointer(directory)
+            if pointer is None and _mounts.HAS_SHARED and is_shared(self.path):
+                steps = [name for name in directory.names() if step_of_name(name) is not None]
+                if steps:
+                    text = f"'{self.path / POINTER_NAME}' is not seen beside '{steps[-1]}'"
+                    raise _UnseenPointerError(text, errno=errno.ENOENT)
+            return pointer
 
     def hold(self, timeout_s: float) -> None:
         """Takes the lock of the root, and removes what killed jobs have left of their pointers.
