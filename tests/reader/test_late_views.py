@@ -139,6 +139,19 @@ def test_file_that_stays_short_is_named_short_and_no_damage(two_clients: Clients
         dcpx.load(state(-1), second.path / "cut", options=options, no_dist=True)
 
 
+def test_data_file_that_is_gone_for_good_is_missing_and_looked_for_once(
+    two_clients: Clients,
+) -> None:
+    first, second = two_clients
+    save(1, first.path / "lost")
+    (first.path / "lost" / "__0_0.distcp").unlink()
+    options = ReadOptions(visible_s=0.5)
+    with pytest.raises(StorageError, match=r"No such file.*lists all damage") as caught:
+        dcpx.load(state(-1), second.path / "lost", options=options, no_dist=True)
+    assert caught.value.errno == errno.ENOENT
+    assert "load it again" not in str(caught.value)
+
+
 def test_stale_directory_takes_a_save_when_it_is_opened_anew(two_clients: Clients) -> None:
     first, _ = two_clients
     for operation in ("create", "mkdir"):

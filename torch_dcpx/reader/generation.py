@@ -59,11 +59,15 @@ def replaced(path: str | os.PathLike[str], save_id: str, error: DcpxError) -> St
     )
 
 
-def note_lost(location: Location, error: StorageError) -> None:
+def note_lost(location: Location, error: StorageError, *, was_open: bool) -> None:
     """Makes the error of a file that is gone since it was opened one of another save: a node may
     see that a file was removed before it sees the metadata that came in its place.
+
+    Args:
+        was_open: whether all files were opened. Else one is missing, for which was looked already.
     """
-    if error.errno == errno.ENOENT and isinstance(location, Path) and is_shared(location):
+    is_lost = was_open and error.errno == errno.ENOENT
+    if is_lost and isinstance(location, Path) and is_shared(location):
         error.errno = errno.ESTALE
         error.message += "; another node has removed it since it was opened: load it again"
 

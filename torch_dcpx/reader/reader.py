@@ -256,7 +256,7 @@ class DcpxReader(FileSystemReader):
                 )
             except StorageError as error:
                 self.__check_not_replaced(error)
-                note_lost(location_of(self.path), error)
+                note_lost(location_of(self.path), error, was_open=found is not None)
                 raise
             finally:
                 if found is not None:
