@@ -115,3 +115,16 @@ def test_want_of_room_with_room_left_is_no_want_of_bytes(two_clients: Clients) -
     client.fail("rename rename2", errno.ENOSPC, "a/*")
     with pytest.raises(StorageError, match=r"rename '.*free \d+ B, so full is a quota"):
         save(client.path / "a", 1)
+
+
+def test_export_whose_files_do_not_close_says_what_was_silent_and_keeps_no_lock(
+    two_clients: Clients,
+) -> None:
+    first, _ = two_clients
+    first.hold("flush")
+    options = WriteOptions(save_timeout_s=1)
+    with pytest.raises(StorageError, match=r"sync '.*': no answer"):
+        dcpx.export(state(1), first.path / "exported", options=options, no_dist=True)
+    first.clear()
+    dcpx.export(state(2), first.path / "exported", options=OPTIONS, no_dist=True)
+    assert torch.equal(exported(first.path / "exported"), state(2)["x"])

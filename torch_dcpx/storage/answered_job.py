@@ -13,6 +13,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,8 @@ class AnsweredRangeJob(_AnsweredJob):
 
     def _end(self) -> None:
         self.held = None
-        answered(self._job.abandon, f"close files in '{self._path}'", str(self._path))
+        with suppress(StorageError):  # without an answer; who closes has more to tidy up
+            answered(self._job.abandon, f"close files in '{self._path}'", str(self._path))
 
 
 def answered_job(job: Any, path: Path) -> Any:
