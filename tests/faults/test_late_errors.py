@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.fuse_fixture import MountedClient
+from support.machine import seconds
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, StorageError, WriteOptions
+from torch_dcpx import CheckpointManager, ReadOptions, StorageError, WriteOptions
 
 Clients = tuple[MountedClient, MountedClient]
 
@@ -115,6 +117,35 @@ def test_want_of_room_with_room_left_is_no_want_of_bytes(two_clients: Clients) -
     client.fail("rename rename2", errno.ENOSPC, "a/*")
     with pytest.raises(StorageError, match=r"rename '.*free \d+ B, so full is a quota"):
         save(client.path / "a", 1)
+
+
+@pytest.mark.parametrize("call", ["write", "read"])
+def test_error_behind_which_no_file_closes_comes_before_the_deadline(
+    two_clients: Clients, call: str
+) -> None:
+    client, _ = two_clients
+    save(client.path / "a", 1)
+    client.forget()
+    client.fail(call, errno.EIO, "*.distcp")
+    client.hold("flush", "*.distcp")
+
+    def make() -> None:
+        if call == "write":
+            options = WriteOptions(save_timeout_s=2)
+            dcpx.save(state(2), client.path / "b", options=options, no_dist=True)
+        else:
+            read_options = ReadOptions(load_timeout_s=2, visible_s=0.1)
+            dcpx.load(state(2), client.path / "a", options=read_options, no_dist=True)
+
+    released = threading.Timer(seconds(15), client.clear)  # what hangs takes no signal
+    released.start()
+    try:
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+            make()
+        assert released.is_alive(), "the call has waited for the server"
+    finally:
+        released.cancel()
+        released.join()
 
 
 def test_export_whose_files_do_not_close_says_what_was_silent_and_keeps_no_lock(

@@ -83,6 +83,14 @@ class _AnsweredJob:
     def _left_error(self) -> StorageError:
         return StorageError("left behind", errno=errno.ECANCELED, path=str(self._path))
 
+    def _close(self, close: Callable[[], object]) -> None:
+        """Closes the job's files by a call that never raises. Without an answer a thread goes on:
+        who closes has more to tidy up.
+        """
+        with suppress(StorageError):
+            path = str(self._path)
+            answered(close, f"close files in '{path}'", path, is_proof=False)
+
     def _moved(self) -> object:
         """Returns what differs once something has moved."""
         raise NotImplementedError
@@ -109,7 +117,7 @@ class AnsweredWriteJob(_AnsweredJob):
     def abandon(self) -> None:
         """As `WriteJob.abandon`; what was left behind does it later."""
         if not self._is_running:
-            self._job.abandon()
+            self._close(self._job.abandon)
 
     def created(self) -> list[str]:
         """Returns the names of files to remove; those of what was left behind go later."""
@@ -143,7 +151,7 @@ class AnsweredReadJob(_AnsweredJob):
     def close(self) -> None:
         """As `ReadJob.close`; what was left behind does it later."""
         if not self._is_running:
-            self._job.close()
+            self._close(self._job.close)
 
     def _end(self) -> None:
         self._job.close()
@@ -208,8 +216,7 @@ class AnsweredRangeJob(_AnsweredJob):
 
     def _end(self) -> None:
         self.held = None
-        with suppress(StorageError):  # without an answer; who closes has more to tidy up
-            answered(self._job.abandon, f"close files in '{self._path}'", str(self._path))
+        self._close(self._job.abandon)
 
 
 def answered_job(job: Any, path: Path) -> Any:
