@@ -92,6 +92,8 @@ def shared_mount(path: str) -> Mount | None:
 
     It goes by names, and by links on file systems of this node.
     """
+    if not path.startswith("/"):  # the directory of the process may change
+        path = os.path.abspath(path)  # noqa: PTH100
     try:
         return _kept[path]
     except KeyError:

@@ -233,6 +233,14 @@ def test_mount_that_is_made_after_the_import_is_found_by_its_device(
     assert said == ["True 2 True", "True 3", "[1.0, 1.0, 1.0] AnsweredPath"]
 
 
+def test_relative_path_is_where_the_process_is_now(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, is_so in [(shared.parent / "local", False), (shared, True), (shared.parent, False)]:
+        monkeypatch.chdir(folder)
+        assert (_mounts.shared_mount("ckpt") is not None) == is_so
+
+
 PATH_CALLS: dict[str, Callable[[Path], Any]] = {
     "exists": lambda path: (path / "file").exists(),
     "iterdir": lambda path: [each.name for each in path.iterdir()],
