@@ -228,8 +228,15 @@ def path_of(*parts: _Path) -> Path:
     return AnsweredPath(path) if may_be_silent(path) else path
 
 
-def answered_at(path: _Path, verb: str, call: Callable[[], _Result]) -> _Result:
-    """Returns what `call` returns, answered as a whole if `path` is on such a file system."""
+def answered_at(
+    path: _Path, verb: str, call: Callable[[], _Result], moved_at: Callable[[], float] | None = None
+) -> _Result:
+    """Returns what `call` returns, answered as a whole if `path` is on such a file system.
+
+    Args:
+        moved_at: as of `answered`, for a call that may be long.
+    """
     if not may_be_silent(path):
         return call()
-    return answered(call, f"{verb} '{_os.fspath(path)}'", _os.fspath(path))
+    where = _os.fspath(path)
+    return answered(call, f"{verb} '{where}'", where, moved_at=moved_at)

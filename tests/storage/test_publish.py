@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from support.fuse_fixture import MountedClient
+from support.machine import seconds
 
 from torch_dcpx import StorageError
+from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx.storage import publish as module
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.publish import publish, put, put_from
@@ -197,3 +201,18 @@ def test_small_file_is_published_or_as_it_was(path: Path, monkeypatch: pytest.Mo
                     publish(directory, path.name, [b"new"], is_durable=True)
             assert path.read_bytes() == b"old"
     assert os.listdir(path.parent) == ["last.ckpt"]
+
+
+def test_long_write_goes_on_while_its_bytes_move_to_a_shared_file_system(
+    two_clients: tuple[MountedClient, MountedClient],
+) -> None:
+    path = two_clients[0].path / "last.ckpt"
+
+    def write(file: BinaryIO) -> None:
+        for _ in range(8):
+            file.write(bytes(100_000))
+            time.sleep(seconds(0.3))
+
+    with wait_at_most(StorageTimeout(seconds(2), "save_timeout_s")):
+        put_from(path, write)
+    assert path.stat().st_size == 800_000

@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torch_dcpx._answered_os import answered_at, os
 from torch_dcpx.errors import StorageError
@@ -64,6 +66,17 @@ def _fill(file: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
     os.fsync(file.fileno())
 
 
+class _Moving(io.FileIO):
+    """A file that notes when bytes have last moved to it."""
+
+    at = 0.0
+
+    def write(self, data: Any, /) -> int:
+        count = super().write(data)
+        self.at = time.monotonic()
+        return count
+
+
 @contextmanager
 def _closed(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
     try:
@@ -85,8 +98,9 @@ def put_from(path: Path, write: Callable[[BinaryIO], object]) -> None:
         _remove_left(directory, beginning)
         temporary, fd = _made(directory, beginning)
         try:
-            with storage_errors("write", path), _closed(os.fdopen(fd, "wb"), path) as file:
-                answered_at(path, "write", partial(_fill, file, write))
+            raw = _Moving(fd, "wb")
+            with storage_errors("write", path), _closed(io.BufferedWriter(raw), path) as file:
+                answered_at(path, "write", partial(_fill, file, write), lambda: raw.at)
                 os.close(os.dup(fd))  # sends it off where no fsync does
                 directory.rename(temporary, path.name)  # locked: else another might remove it
         except BaseException:
