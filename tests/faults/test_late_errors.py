@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -159,3 +162,30 @@ def test_export_whose_files_do_not_close_says_what_was_silent_and_keeps_no_lock(
     first.clear()
     dcpx.export(state(2), first.path / "exported", options=OPTIONS, no_dist=True)
     assert torch.equal(exported(first.path / "exported"), state(2)["x"])
+
+
+def open_files(path: Path) -> list[str]:
+    """Returns what is open beneath a mount."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in found if name.startswith(f"{path}/")]
+
+
+def test_save_that_was_left_takes_no_file_of_a_later_one_when_it_ends(
+    two_clients: Clients,
+) -> None:
+    first, second = two_clients
+    first.hold("write", "*.distcp")
+    options = WriteOptions(save_timeout_s=2)
+    with pytest.raises(StorageError, match="no answer"):
+        dcpx.save(state(1), first.path / "a", options=options, no_dist=True)
+    shutil.rmtree(second.path / "a")  # as a job on another node may do, before it begins anew
+    save(second.path / "a", 2)
+    first.clear()
+    give_up_at = time.monotonic() + seconds(60)
+    while open_files(first.path) and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the removal comes behind the close
+    assert bool((load(second.path / "a") == 2).all())

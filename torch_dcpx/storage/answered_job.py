@@ -22,6 +22,7 @@ from torch_dcpx._answers import answered
 from torch_dcpx._native import _C
 from torch_dcpx.errors import StorageError
 from torch_dcpx.storage.directory import Directory, remove_leftover
+from torch_dcpx.storage.names import METADATA_NAME, data_file_parts, is_metadata_name
 
 
 class _AnsweredJob:
@@ -127,8 +128,13 @@ class AnsweredWriteJob(_AnsweredJob):
         names = self._job.created()
         self._job.abandon()
         with Directory(self._path) as directory:
+            # Of a later save, which may have taken the stock name; its own id nobody else has.
+            is_whole = any(map(is_metadata_name, directory.names()))
+            is_whole = is_whole or directory.is_regular(METADATA_NAME)  # which a listing may lack
             for name in names:
-                remove_leftover(directory, name)
+                parts = data_file_parts(name)
+                if not is_whole or (parts is not None and parts[2] is not None):
+                    remove_leftover(directory, name)
 
 
 class AnsweredReadJob(_AnsweredJob):
