@@ -179,3 +179,15 @@ def test_checkpoint_that_was_removed_and_saved_anew_is_not_removed_again(
     assert CliRunner().invoke(app, ["gc", "--delete", str(root / "step-1")]).exit_code == 2
     show(client)
     assert files_of(root / "step-1") == before
+
+
+def test_look_for_a_hidden_pin_leaves_none_where_its_own_mark_does_not_go(
+    two_clients: Clients,
+) -> None:
+    root = two_clients[0].path / "root"
+    save_and_wait(root, 1, 2)
+    two_clients[0].fail("unlink", errno.EIO, "*/.dcpx.pin", times=1)
+    with manager_of(root) as manager:
+        manager.delete("step-1")
+        assert manager.tags() == ["step-2"]
+    assert not (root / "step-1").exists()

@@ -20,7 +20,7 @@ import logging
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -125,7 +125,8 @@ def _has_hidden_pin(directory: PosixPlace) -> bool:
             if error.errno == errno.EEXIST:
                 return True
             raise
-        directory.unlink(PIN_NAME)
+        with suppress(StorageError):  # else it goes with the rest, and is no mark until then
+            directory.unlink(PIN_NAME)
     return False
 
 
