@@ -99,8 +99,8 @@ def on_stale(directory: _Opened, call: Callable[[int], _T]) -> _T:
             if _is_other(directory.fd, fd):  # which nobody has asked for
                 os.close(fd)
                 raise
-        close_read(directory.fd, directory.path)
-        directory.fd = fd
+        stale, directory.fd = directory.fd, fd
+        close_read(stale, directory.path)
 
 
 def open_at(directory: _Opened, name: str, flags: int, mode: int = 0o777) -> int:
