@@ -93,7 +93,7 @@ def shared_mount(path: str) -> Mount | None:
     It goes by names, and by links on file systems of this node.
     """
     if not path.startswith("/"):  # the directory of the process may change
-        path = os.path.abspath(path)  # noqa: PTH100
+        path = _absolute(path)
     try:
         return _kept[path]
     except KeyError:
@@ -104,8 +104,15 @@ def shared_mount(path: str) -> Mount | None:
     return found
 
 
+def _absolute(path: str) -> str:
+    """Returns "" where the directory of the process is gone, as the next call on the path says."""
+    with suppress(OSError):
+        return os.path.abspath(path)  # noqa: PTH100 - resolve() would ask a server
+    return ""
+
+
 def _looked_up(path: str, table: dict[str, Mount]) -> Mount | None:
-    path = os.path.abspath(path)  # noqa: PTH100 - resolve() would ask a server
+    path = _absolute(path)
     root = table.get("/")
     if root is not None and root.kind in _SHARED:
         return _innermost(path, table)

@@ -241,6 +241,17 @@ def test_relative_path_is_where_the_process_is_now(
         assert (_mounts.shared_mount("ckpt") is not None) == is_so
 
 
+def test_relative_path_of_a_process_whose_directory_is_gone_is_on_no_mount(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = shared.parent / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert _mounts.shared_mount("ckpt") is None
+    assert not _mounts.is_shared("ckpt")
+
+
 PATH_CALLS: dict[str, Callable[[Path], Any]] = {
     "exists": lambda path: (path / "file").exists(),
     "iterdir": lambda path: [each.name for each in path.iterdir()],

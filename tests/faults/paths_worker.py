@@ -262,6 +262,24 @@ def try_removed(table: Table, root: Path) -> None:
         ended = in_child(relative_body)
         is_well = bool(ended.said.get("is_typed"))
         table.add("directory gone", f"{way}, relative", None if is_well else str(ended))
+    reads: dict[str, Callable[[], object]] = {
+        "load": lambda: loaded("load", STATE, "ckpt"),
+        "load_tensors": lambda: torch_dcpx.load_tensors("ckpt"),
+        "export": lambda: torch_dcpx.export(root / "warm", "exported"),
+        "manager": lambda: torch_dcpx.CheckpointManager("root", no_dist=True),
+    }
+    for name, read in reads.items():
+
+        def read_body(read: Any = read) -> None:
+            SAVES["save"](STATE, root / "saved before", None)
+            gone.mkdir()
+            os.chdir(gone)
+            gone.rmdir()
+            read()
+
+        ended = in_child(read_body)
+        is_well = bool(ended.said.get("is_typed"))
+        table.add("directory gone", f"{name}, relative", None if is_well else str(ended))
 
 
 def main() -> None:

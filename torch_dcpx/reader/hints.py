@@ -33,6 +33,7 @@ from torch_dcpx.storage.names import (
     is_rank_lock,
 )
 from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.paths import absolute
 from torch_dcpx.storage.save_lock import owner_of
 from torch_dcpx.storage.visibility import hidden
 
@@ -57,7 +58,7 @@ def absent(path: str | os.PathLike[str]) -> str:
         return f"'{path}' is a file, no directory: there is no checkpoint{way}"
     text = f"'{path}' is no directory: there is no checkpoint"
     # Not in "/" or "/home": a look at what lies there could mount all of it.
-    is_deep = len(place.absolute().parts) > _MIN_PARTS
+    is_deep = len(Path(absolute(place)).parts) > _MIN_PARTS
     beside = _checkpoints_in(place.parent) if is_deep else []
     near = difflib.get_close_matches(place.name, beside, 1, cutoff=0.6)
     if near:

@@ -46,6 +46,7 @@ from torch_dcpx.storage.names import (
     step_in,
 )
 from torch_dcpx.storage.object_url import Location
+from torch_dcpx.storage.paths import absolute
 
 logger = logging.getLogger("torch_dcpx")
 
@@ -91,7 +92,7 @@ def saved_at(location: Location) -> Saved | None:
         return None
     known = _saved.get(str(location))
     if known is None and isinstance(location, Path) and not location.is_absolute():
-        known = _saved.get(str(location.absolute()))  # as saves note it
+        known = _saved.get(absolute(location))  # as saves note it
     return known
 
 
@@ -103,7 +104,7 @@ def refuse_older(location: Location, save_id: str) -> None:
     if known is None or save_id == known.save_id or not isinstance(location, Path):
         return
     if save_id not in known.before or not is_shared(location):
-        _saved.pop(str(location.absolute()), None)  # somebody else has changed what is there since
+        _saved.pop(absolute(location), None)  # somebody else has changed what is there since
         return
     path = str(location / METADATA_NAME)
     raise StorageError(
