@@ -4,21 +4,29 @@ whether the files that its metadata names are there. Imports no torch.
 
 from __future__ import annotations
 
+import errno
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from torch_dcpx import _mounts
+from torch_dcpx._mounts import is_shared
 from torch_dcpx._native import _C
 from torch_dcpx._text import brief_text
-from torch_dcpx.errors import DcpxError
+from torch_dcpx.errors import DcpxError, StorageError
+from torch_dcpx.integrity.contents import commits_among, read_brief
 from torch_dcpx.integrity.states import Kind, State, ranks_without_metadata, utc_text
 from torch_dcpx.metadata.brief import Brief
 from torch_dcpx.storage.names import METADATA_NAME, PIN_NAME, Look, data_file_parts, step_in
 from torch_dcpx.storage.object_url import Location
-from torch_dcpx.storage.place import Place
+from torch_dcpx.storage.place import Place, PosixPlace
+from torch_dcpx.storage.visibility import UNKNOWN_S, look_until_seen
 
 _MAX_RECORD_BYTES = 1 << 20
 _MAX_STEP = 10**18
+_RECENT_S = 60.0
 
 
 class Facts(NamedTuple):
@@ -148,3 +156,31 @@ def files_of(look: Look, commits: Sequence[Brief]) -> Files:
     alone = ranks_without_metadata(look.names)
     faults += [f"'{name}' is of a rank whose metadata is not there" for name in alone]
     return Files(sizes, **counts, faults=tuple(faults))
+
+
+def seen_whole(place: Place, look: Look) -> Look:
+    """Returns a look at a checkpoint of the last minute once this node sees its files as long as
+    its metadata says, or after 5 s: on file systems that others mount the sizes may be late.
+    """
+    if not (isinstance(place, PosixPlace) and _mounts.HAS_SHARED and is_shared(place.path)):
+        return look
+    directory: PosixPlace = place
+    dates = [look.modified_s(name) or 0.0 for name in commits_among(look.names)]
+    if not dates or time.time() - max(dates) > _RECENT_S:
+        return look
+
+    def again() -> None:
+        nonlocal look
+        look = directory.look()
+        commits = [read_brief(directory, name) for name in commits_among(look.names)]
+        found = files_of(look, commits)
+        if found.short or found.long:
+            for name in found.sizes:  # sshfs keeps a size for 20 s, unless the file is opened
+                with suppress(DcpxError), directory.open_regular(name):
+                    pass
+        if found.faults:
+            raise StorageError(found.faults[0], errno=errno.ESTALE, path=str(directory.path))
+
+    with suppress(DcpxError):  # what is wrong then is wrong
+        look_until_seen(directory.path, UNKNOWN_S, again)
+    return look

@@ -18,6 +18,7 @@ from torch_dcpx._answered_os import os
 from torch_dcpx.errors import CorruptionError, StorageError, UnsupportedError, must_be
 from torch_dcpx.integrity.compare import look_at_file
 from torch_dcpx.integrity.contents import commits_among, open_checkpoint
+from torch_dcpx.integrity.facts import seen_whole
 from torch_dcpx.integrity.states import ranks_without_metadata, refuse_hidden
 from torch_dcpx.options import ReadOptions
 from torch_dcpx.storage.names import (
@@ -61,7 +62,7 @@ def find_leftovers(path: Location) -> Leftovers:
     knows its files; StorageError, also where they may be hidden.
     """
     with open_checkpoint(path) as place:
-        refuse_hidden(place, () if place.is_object else place.names())
+        refuse_hidden(place, () if place.is_object else seen_whole(place, place.look()).names)
         return _found(place)
 
 
@@ -86,7 +87,7 @@ def remove_leftovers(path: Location, grace_s: float | None = None) -> Leftovers:
 
 
 def _remove_locked(directory: PosixPlace) -> Leftovers:
-    names = directory.names()
+    names = seen_whole(directory, directory.look()).names
     refuse_hidden(directory, names)  # before the lock is taken, which notes this process
     locks, has_ended_well = SaveLocks(), False
     try:

@@ -36,6 +36,7 @@ from torch_dcpx.integrity.compare import (
     look_at_named,
 )
 from torch_dcpx.integrity.contents import open_checkpoint
+from torch_dcpx.integrity.facts import seen_whole
 from torch_dcpx.integrity.findings import Finding, RepairedMetadata, RepairReport, Source
 from torch_dcpx.integrity.footers import TENSOR, FileFacts
 from torch_dcpx.integrity.rebuild import (
@@ -146,7 +147,8 @@ def _refuse_state(directory: Place, *, is_named: bool) -> None:
     """Raises RepairError, ConcurrentSaveError where nothing is to be repaired now; StorageError
     where the metadata may be hidden.
     """
-    state, _ = state_of(directory)
+    state, look = state_of(directory)
+    seen_whole(directory, look)
     path = str(directory.path)
     if state.kind == "saving" or (state.saving and state.kind == "committed"):
         raise ConcurrentSaveError(

@@ -30,6 +30,7 @@ from torch_dcpx.integrity.compare import (
     read_checkpoint,
 )
 from torch_dcpx.integrity.contents import commits_among, open_contents, refuse_several
+from torch_dcpx.integrity.facts import seen_whole
 from torch_dcpx.integrity.findings import Finding, VerifyReport, file_finding, led_on, of_raw
 from torch_dcpx.integrity.footers import RawFinding
 from torch_dcpx.integrity.states import state_of
@@ -92,7 +93,7 @@ def verify(
         if contents.artifact is not None:
             return verify_artifact(contents, job, safe_globals, progress)
         refuse_several(contents.path, contents.look.names)
-        run = _Run(directory, contents.look, job, safe_globals)
+        run = _Run(directory, seen_whole(directory, contents.look), job, safe_globals)
         run.compare()
         looked = time.perf_counter()
         run.sum(progress)

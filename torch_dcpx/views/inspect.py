@@ -33,7 +33,7 @@ from torch_dcpx.integrity.contents import (
     refuse_several,
     wanted_sizes,
 )
-from torch_dcpx.integrity.facts import Facts, facts_of, facts_of_export
+from torch_dcpx.integrity.facts import Facts, facts_of, facts_of_export, seen_whole
 from torch_dcpx.integrity.states import Kind, ranks_without_metadata, state_of
 from torch_dcpx.metadata.file import CheckpointMetadata
 from torch_dcpx.reader.hints import not_committed
@@ -317,6 +317,7 @@ def described_in(place: Place, look: Look) -> list[Described]:
     if not commits_among(look.names):
         raise not_committed(place.path, look.names, (METADATA_NAME,))
     state, look = state_of(place, look)
+    look = seen_whole(place, look)
     commits = {name: read_commit(place, name) for name in commits_among(look.names)}
     facts = facts_of(place, look, state, list(map(brief_from, commits.values())))
     found = [_described(place, look, facts, *one) for one in commits.items()]

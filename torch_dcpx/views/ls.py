@@ -14,7 +14,14 @@ from torch_dcpx._arguments import check_bool
 from torch_dcpx._text import age_text, human_bytes
 from torch_dcpx.errors import CorruptionError, DcpxError, ShortReadError
 from torch_dcpx.integrity.contents import commits_among, location, read_brief
-from torch_dcpx.integrity.facts import Facts, Files, facts_of, files_of, files_text
+from torch_dcpx.integrity.facts import (
+    Facts,
+    Files,
+    facts_of,
+    files_of,
+    files_text,
+    seen_whole,
+)
 from torch_dcpx.integrity.states import Kind, Seen, State, state_of, walk
 from torch_dcpx.integrity.way_out import settled
 from torch_dcpx.metadata.brief import Brief
@@ -192,6 +199,7 @@ def listed(seen: Seen) -> ListedCheckpoint:
     with being_read(seen.path):
         if not place.is_object:
             state, look = state_of(place)  # a removal may have begun before our lock
+            look = seen_whole(place, look)
         row = _listed(seen, place, state, look)
         while not row.whole and row.state in (
             "committed",
