@@ -125,11 +125,12 @@ class Job:
         told = self.wait_told((0, 1), deadline_s)
         assert told == ["ended", "ended"], f"{told}\n{self.output()}"
 
-    def wait_gone(self) -> None:
+    def is_gone(self, deadline_s: float = 60) -> bool:
         """Waits until both processes have ended: the kernel ends none within a request."""
-        self._wait(
-            "the end of both processes", lambda: None not in [r.poll() for r in self.ranks], 60
-        )
+        give_up_at = time.monotonic() + seconds(deadline_s)
+        while None in [rank.poll() for rank in self.ranks] and time.monotonic() < give_up_at:
+            time.sleep(0.1)
+        return None not in [rank.poll() for rank in self.ranks]
 
     def output(self) -> str:
         return (self._notes / "output").read_text(errors="replace")[-6000:]
