@@ -115,6 +115,27 @@ def test_call_within_a_save_ends(tmp_path: Path, what: str, seed: int) -> None:
         raise AssertionError("the save has no end")
 
 
+def test_save_within_a_removal_that_has_chosen_the_one_before_it_stays(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        for number in (1, 2, 3):
+            save(manager, number, float(number))
+    manager = manager_of(tmp_path, keep_last=1)
+    forget, told = manager._root.forget, list[str]()
+
+    def forgets(tag: str) -> None:
+        if not told and sys._getframe(1).f_code.co_name == "_remove_condemned":
+            told.append("in")
+            save(manager, "step-1", 5.0)  # as a signal's handler at this line
+        forget(tag)
+
+    manager._root.forget = forgets  # type: ignore[method-assign]
+    save(manager, 9, 9.0)
+    manager.close()
+    state = {"x": torch.zeros(8)}
+    assert manager_of(tmp_path).resume(state=state).tag == "step-1"
+    assert told and state["x"].tolist() == [5.0] * 8
+
+
 def test_save_to_what_the_interrupted_call_removes_is_refused(tmp_path: Path) -> None:
     """Else the removal would take the new checkpoint for the old one."""
     with manager_of(tmp_path) as manager:

@@ -264,6 +264,7 @@ class Retention:
 
     def _remove_condemned(self) -> None:
         root = self._root
+        newest = root.newest_tag
         stored, damaged = root.remembered()
         unkept = self._rules.condemned(stored, self._may_be_pinned, damaged)
         condemned = [each for each in unkept if each.tag != root.newest_tag]
@@ -280,7 +281,8 @@ class Retention:
             return
         self._going = frozenset(saved.tag for saved in condemned)
         try:
-            for each in condemned:
+            # A signal's handler may have saved to one of them since: its own run looks anew.
+            for each in condemned if root.newest_tag == newest else ():
                 if each.tag not in self.busy and not self._is_ending:
                     with suppress_and_log(f"remove '{each.path}'"):
                         self._remove(each)
