@@ -191,3 +191,17 @@ def test_look_for_a_hidden_pin_leaves_none_where_its_own_mark_does_not_go(
         manager.delete("step-1")
         assert manager.tags() == ["step-2"]
     assert not (root / "step-1").exists()
+
+
+def test_resume_that_looks_again_says_once_what_it_skips(
+    two_clients: Clients, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_and_wait(root, 1, 2)
+    hide(client, "*step-2/.metadata", errno.ENOENT)
+    caplog.clear()
+    with manager_of(root, read_options=SHORT) as manager, pytest.raises(StorageError):
+        manager.resume(state={})
+    told = [text for text in caplog.messages if text.startswith("skipped checkpoint 'step-2'")]
+    assert len(told) == 1

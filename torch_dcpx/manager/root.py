@@ -70,7 +70,7 @@ class ManagerRoot:
         self._known: dict[str, tuple[object, Stored, DataFiles]] = {}
         self._damaged: set[str] = set()  # saves, by their ids
         self._noted: set[str] = set()  # all that were damaged, as far as this process has seen
-        self._warned: dict[str, str] = {}  # why a tag was skipped, since the last `newest`
+        self._warned: dict[str, str] = {}  # why a tag was skipped: told once while looks go on
         self.is_busy: Callable[[str], bool] = lambda _: False  # whether this job saves to a tag
 
     def examined(self, tag: str, *, looks_at_data: bool = True) -> Stored:
@@ -160,7 +160,7 @@ class ManagerRoot:
         # Who saved the others moves no pointer.
         if not (found and found[0].is_ours) or self._is_put_back(pointer, found[0]):
             found, skipped = self.listed()
-        self._warned.clear()
+        self._warned = {tag: why for tag, why in skipped if self._warned.get(tag) == why}
         self.warn(skipped)
         stored = found[0] if found else None
         order = max([pointer.order, *(each.order for each in found)])
