@@ -205,3 +205,19 @@ def test_resume_that_looks_again_says_once_what_it_skips(
         manager.resume(state={})
     told = [text for text in caplog.messages if text.startswith("skipped checkpoint 'step-2'")]
     assert len(told) == 1
+
+
+@LOOKUPS
+def test_resume_that_finds_none_names_the_one_with_the_highest_number(
+    two_clients: Clients, lookup: int
+) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_and_wait(root, *range(8, 12))
+    (root / "newest").unlink()
+    hide(client, "*step-*/.metadata", lookup)
+    with (
+        manager_of(root, read_options=SHORT) as manager,
+        pytest.raises(StorageError, match="'step-11' (does not answer|holds files of a commit)"),
+    ):
+        manager.resume(state={})

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch_dcpx._mounts import is_shared
 from torch_dcpx.errors import DcpxError, StorageError
-from torch_dcpx.manager.newest import is_older_by_name
+from torch_dcpx.manager.newest import highest_first, is_older_by_name
 from torch_dcpx.manager.root import ManagerRoot
 from torch_dcpx.manager.stored import Skipped, Stored
 from torch_dcpx.storage.names import (
@@ -64,7 +64,8 @@ def _silent(
     root: ManagerRoot, chosen: Stored | None, passed: Collection[str]
 ) -> StorageError | None:
     """Returns the error of a checkpoint that does not answer, and may be newer than the chosen."""
-    for tag, error in root.silent.items():
+    for tag in highest_first(root.silent):
+        error = root.silent[tag]
         if tag in passed or _is_older(tag, chosen):
             continue
         text = f"resume from '{root.path}': '{tag}' does not answer, and may be the newest: {error}"
@@ -96,7 +97,7 @@ def _lost(
             return None  # by the save in which a signal's handler resumes
         tag, what = known.tag, f"'{known.tag}' (save {known.save_id}) is known to be committed"
     else:
-        newer = [tag for tag in reasons if not _is_older(tag, chosen)]
+        newer = [tag for tag in highest_first(reasons) if not _is_older(tag, chosen)]
         marked = [tag for tag in newer if _is_marked(root, tag, begins_anew=begins_anew)]
         if not marked and not (newer and _lacks_pointer(root, chosen, begins_anew=begins_anew)):
             return None

@@ -98,14 +98,18 @@ def is_older_by_name(name: str, chosen: Stored) -> bool:
     return is_lower(name, chosen.tag) or (chosen.record is not None and is_lower(name, step))
 
 
+def highest_first(names: Iterable[str]) -> list[str]:
+    """Returns the names by their numbers, the highest first."""
+    return sorted(names, key=lambda name: numbered(name)[1], reverse=True)
+
+
 def to_ask(names: Iterable[str], chosen: Stored, date: Callable[[str], int]) -> list[str]:
     """Returns the names, at most 16, that have a later date than the chosen one, or do not say that
     they are older: the later ones first, then of each form the highest. Logs that there are more.
     """
     begin = date(chosen.tag)
     later = {name for name in names if date(name) > begin}
-    found = [name for name in names if name in later or not is_older_by_name(name, chosen)]
-    found.sort(key=lambda name: numbered(name)[1], reverse=True)
+    found = highest_first(n for n in names if n in later or not is_older_by_name(n, chosen))
     places: Counter[str] = Counter()
 
     def place(name: str) -> tuple[bool, int]:
