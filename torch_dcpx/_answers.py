@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -132,6 +132,14 @@ def wait_at_most(timeout: StorageTimeout) -> Iterator[None]:
         yield
     finally:
         BOUND.reset(before)
+
+
+def or_at_most(timeout_s: float, option: str) -> AbstractContextManager[None]:
+    """Bounds the calls of the block where no operation around it does: for what DCP calls, and for
+    what begins no exchange of ranks. Args: as `StorageTimeout`.
+    """
+    is_bounded = BOUND.get() is not None
+    return nullcontext() if is_bounded else wait_at_most(StorageTimeout(timeout_s, option))
 
 
 class Answer(Generic[R]):

@@ -22,6 +22,7 @@ from rooms import (
 )
 
 import torch_dcpx
+from torch_dcpx._answered_os import _BY_PATH, _BY_TWO_PATHS, _OF_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -303,6 +304,26 @@ def test_only_compat_asks_which_torch_runs(path: Path) -> None:
 )
 def test_the_version_rule_itself(code: str, is_question: bool) -> None:
     assert bool(version_questions(code)) is is_question
+
+
+# These ask storage by `os` itself: of this node alone, or as what has the others answered.
+PLAIN_OS = {"_mounts", "cli.output", "staging.staged_state"}
+
+
+def waits_for_storage(tree: ast.AST) -> list[str]:
+    """Returns the calls that a module which imports `os` itself makes for storage."""
+    nodes = list(ast.walk(tree))
+    plain = {alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names}
+    names = (*_BY_PATH, *_BY_TWO_PATHS, "open", "close", "scandir", "walk")
+    asked = {f"os.{name}" for name in names} | {f"os.path.{name}" for name in _OF_PATH}
+    found = {ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)}
+    return sorted(found & asked) if "os" in plain else []
+
+
+@pytest.mark.parametrize("path", python_modules(), ids=dotted)
+def test_storage_is_asked_where_no_call_waits_without_end(path: Path) -> None:
+    found = waits_for_storage(ast.parse(path.read_text()))
+    assert bool(found) == (dotted(path) in PLAIN_OS), found
 
 
 def test_no_buffer_of_a_stream_is_taken() -> None:

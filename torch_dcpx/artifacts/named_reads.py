@@ -11,14 +11,16 @@ import contextlib
 import copy
 import io
 import math
-import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from torch_dcpx._answered_os import os
+from torch_dcpx._answers import or_at_most
 from torch_dcpx._compat import dtype_name
 from torch_dcpx.artifacts.layout import is_quantized
 from torch_dcpx.artifacts.slices import Box, boxes_of, cut_of
@@ -58,7 +60,7 @@ class NamedReads:
         self._reader = PretrainedReader(path, options=options)
         self.path = os.fsdecode(self._reader.path)
         given = os.fsdecode(path)
-        self.name = given if os.path.isfile(given) else self.path  # noqa: PTH113 - never raises
+        self.name = given if os.path.isfile(given) else self.path
         self._hold = ReadersHold()
         self._hold.take(self.path)
         self._of_rank: dict[str, Any] = {} if rank is None else {"rank": rank}
@@ -92,7 +94,8 @@ class NamedReads:
 
     def close(self) -> None:
         """Lets managers delete the checkpoint; safe to call twice."""
-        self._hold.release()
+        with self._bounded():
+            self._hold.release()
 
     def read_tensors(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         """Returns whole tensors, read at once."""
@@ -143,7 +146,8 @@ class NamedReads:
         """Raises CorruptionError where tensors claim far more than the files hold."""
         names = [name for name in names if name not in self._checked]
         stored = self._metadata.storage_data or {}
-        check_claims(self._location(), self._metadata.state_dict_metadata, stored, names)
+        with self._bounded():
+            check_claims(self._location(), self._metadata.state_dict_metadata, stored, names)
         self._checked.update(names)
 
     def _read_boxes(self, name: str, boxes: Sequence[Box]) -> None:
@@ -163,6 +167,10 @@ class NamedReads:
         """Reads into a state by stored names; objects replace what is there."""
         if not state:
             return
+        with self._bounded():
+            self._read_now(state)
+
+    def _read_now(self, state: dict[str, Any]) -> None:
         reader = copy.copy(self._reader)  # a reader has one load at a time
         self._set_up(reader)
         planner = DcpxLoadPlanner(flatten_state_dict=False)
@@ -181,6 +189,9 @@ class NamedReads:
             self._check_same(seen)
             raise
         self._check_same(seen)
+
+    def _bounded(self) -> AbstractContextManager[None]:
+        return or_at_most(self._reader.options.load_timeout_s, "load_timeout_s")
 
     def _set_up(self, reader: PretrainedReader) -> None:
         extra = {**self._of_rank, "use_collectives": False} if self._of_rank else {}

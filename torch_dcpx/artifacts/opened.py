@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torch_dcpx._answers import or_at_most
 from torch_dcpx._arguments import check_options, checked_int
 from torch_dcpx._globs import chosen_names, names_beneath, unmatched
 from torch_dcpx._text import counted
@@ -114,7 +115,8 @@ class OpenCheckpoint(Mapping[str, "LazyTensor"]):
         self, path: str | os.PathLike[str], options: ReadOptions, rank: int | None
     ) -> None:
         self._is_closed = False
-        self._reads = NamedReads(path, options, rank)
+        with or_at_most(options.load_timeout_s, "load_timeout_s"):
+            self._reads = NamedReads(path, options, rank)
         self.path = self._reads.name
         self.objects: Mapping[str, Any] = _Objects(self, self._reads.objects)
 

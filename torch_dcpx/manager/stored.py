@@ -13,10 +13,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from torch_dcpx._answered_os import os
 from torch_dcpx._json import parsed_json
 from torch_dcpx.checkpoint.load import load_for_another_call
 from torch_dcpx.errors import (

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from torch_dcpx._answers import or_at_most
 from torch_dcpx._arguments import check_options, check_part
 from torch_dcpx._compat import is_in_stock_load, is_load, loaded_through
 from torch_dcpx._gc import PlanningPause, bounded_pause, paused_gc
@@ -150,13 +151,13 @@ class DcpxReader(FileSystemReader):
             self.__operation = begun("dcp.load", self) if is_stock else UNHEARD
         if is_fallback and not isinstance(self.__kept_error, NotCommittedError):
             return _empty_metadata()
-        began = time.perf_counter()
-        if loaded_through(sys._getframe(1)) is not None:
-            self.__hold.take(self.path)
+        began, bound = time.perf_counter(), (self.options.load_timeout_s, "load_timeout_s")
         if self.__timeline.has_ended or not self.__timeline.is_of_call:
             self.__timeline = Timeline("load", path=self.path)
         # The next pause begins before this one ends: no collection between them.
-        with self.__timeline.phase("metadata"), paused_gc():
+        with or_at_most(*bound), self.__timeline.phase("metadata"), paused_gc():
+            if loaded_through(sys._getframe(1)) is not None:
+                self.__hold.take(self.path)
             try:
                 checkpoint = self.__seen(partial(self.__read_checkpoint, rank))
             except DcpxError as error:
@@ -166,8 +167,7 @@ class DcpxReader(FileSystemReader):
                 raise
             if is_load(sys._getframe(1)):
                 self.__pause.begin(len(checkpoint.metadata.state_dict_metadata))
-        self.__kept_error = None
-        self.__checkpoint = checkpoint
+        self.__kept_error, self.__checkpoint = None, checkpoint
         save_id = checkpoint.save_id if rank is None else "rank-local"
         self.__generation = Generation(absolute_text(self.path), save_id)
         self.__timeline.operation_id = self.__timeline.operation_id or save_id
@@ -291,9 +291,9 @@ class DcpxReader(FileSystemReader):
     @contextmanager
     def __hook(self, phase: str) -> Iterator[None]:
         """Counts the time of a hook; an error in it ends the load."""
-        began = time.perf_counter()
+        began, bound = time.perf_counter(), (self.options.load_timeout_s, "load_timeout_s")
         try:
-            with self.__timeline.phase(phase):
+            with or_at_most(*bound), self.__timeline.phase(phase):
                 yield
         except BaseException as error:
             self.__timeline.fail(error)

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from torch_dcpx._answers import or_at_most
 from torch_dcpx._compat import planned_entries
 from torch_dcpx._gc import PlanningPause
 from torch_dcpx._hooks import refuse_bypassed, refuse_changed
@@ -388,9 +389,9 @@ class DcpxWriter(FileSystemWriter):
     @contextmanager
     def __hook(self, phase: str) -> Iterator[None]:
         """Counts the time of a hook; an error in it ends the save."""
-        begin = time.perf_counter()
+        begin, bound = time.perf_counter(), (self.options.save_timeout_s, "save_timeout_s")
         try:
-            with self.__timeline().phase(phase):
+            with or_at_most(*bound), self.__timeline().phase(phase):
                 yield
         except BaseException as error:
             self.__timeline().fail(error)
