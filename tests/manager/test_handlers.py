@@ -189,7 +189,9 @@ def test_wait_for_another_thread_has_a_deadline(tmp_path: Path) -> None:
     save(manager, 2, 2.0)
 
 
-def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path) -> None:
+def test_wait_of_a_manager_ends_where_a_removal_hangs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     manager = manager_of(tmp_path, keep_last=1)
     hangs, ended = threading.Event(), threading.Event()
     save(manager, 1, 1.0)
@@ -207,6 +209,9 @@ def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path) -> None:
     manager._root.patience_s = 0.05
     with alarm(), pytest.raises(ConcurrentSaveError, match="are still being removed"):
         save(manager, 3, 3.0)
+    with alarm():
+        manager.wait()  # all is committed: this is only logged
+    assert "are still being removed: the next commit goes on with it" in caplog.text
     manager._root.patience_s = seconds(60)
     ended.set()
     manager.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +14,7 @@ from trainings import manager_of, save_steps
 
 from torch_dcpx import ReadOptions, StorageError
 from torch_dcpx.cli.app import app
+from torch_dcpx.manager import removal
 
 Clients = tuple[MountedClient, MountedClient]
 
@@ -218,6 +220,63 @@ def test_resume_that_finds_none_names_the_one_with_the_highest_number(
     hide(client, "*step-*/.metadata", lookup)
     with (
         manager_of(root, read_options=SHORT) as manager,
-        pytest.raises(StorageError, match="'step-11' (does not answer|holds files of a commit)"),
+        pytest.raises(StorageError, match=r"'step-11' (does not answer|holds files of a commit)"),
     ):
         manager.resume(state={})
+
+
+@pytest.mark.parametrize("how", ["EIO", "ENOTCONN", "down"])
+def test_last_that_answers_is_not_called_the_last_one(two_clients: Clients, how: str) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_and_wait(root, 1, 2, 3)
+    client.forget()
+    if how == "down":
+        hide(client, "*step-[12]/*", errno.ENOENT)
+    else:
+        looks = "open read getattr lookup opendir readdir readdirplus"
+        client.fail(looks, getattr(errno, how), "root/step-[12]*")
+    with (
+        manager_of(root, read_options=SHORT) as manager,
+        pytest.raises(StorageError, match=r"'step-2' does not answer.*nothing was removed"),
+    ):
+        manager.delete("step-3")
+    show(client)
+    with manager_of(root) as manager:
+        assert manager.tags() == ["step-1", "step-2", "step-3"]
+
+
+def test_pin_of_a_checkpoint_that_does_not_answer_says_so(two_clients: Clients) -> None:
+    client, _ = two_clients
+    root = client.path / "root"
+    save_and_wait(root, 1, 2)
+    with manager_of(root) as manager:
+        name, own = "*step-1/.metadata", manager._root.files
+        real = own.identity
+
+        def identity(tag: str) -> object:
+            client.forget()
+            client.fail("lookup getattr", errno.EIO, name)
+            try:
+                return real(tag)
+            finally:
+                show(client)
+
+        own.identity = identity  # type: ignore[method-assign, assignment]
+        with pytest.raises(StorageError, match=r"stat '.*step-1/\.metadata': Input/output error"):
+            manager.pin("step-1")
+
+
+def test_removal_goes_on_where_one_read_of_metadata_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_and_wait(tmp_path, 1, 2)
+    real, failures = removal.referenced_files, ["step-1"]
+
+    def referenced(directory: Any, name: str) -> Any:
+        return None if failures and failures.pop() else real(directory, name)
+
+    monkeypatch.setattr(removal, "referenced_files", referenced)
+    with manager_of(tmp_path) as manager:
+        manager.delete("step-1")
+        assert manager.tags() == ["step-2"]

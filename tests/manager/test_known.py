@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -50,6 +52,29 @@ def test_what_was_renamed_or_removed_by_a_manager_is_not_missing(tmp_path: Path)
     assert manager_of(tmp_path).resume().tag == "step-2"
     (tmp_path / "step-2").rename(tmp_path / "best")
     assert manager_of(tmp_path).resume().tag == "step-1"
+
+
+def test_save_to_what_lies_beneath_a_mount_that_is_gone_is_refused(tmp_path: Path) -> None:
+    root, theirs, beneath = tmp_path / "root", Path(mkdtemp(dir="/dev/shm")), tmp_path / "beneath"
+    beneath.mkdir()
+    try:
+        root.symlink_to(theirs)
+        with manager_of(root) as manager:
+            save_steps(manager, 1, 2)
+            root.unlink()
+            root.symlink_to(beneath)
+            for _ in range(2):
+                with pytest.raises(
+                    StorageError, match=r"on another file system.*mount theirs again"
+                ):
+                    save_steps(manager, 3)
+            assert list(beneath.iterdir()) == []
+            root.unlink()
+            root.symlink_to(theirs)
+            save_steps(manager, 3)
+            assert manager.tags() == ["step-1", "step-2", "step-3"]
+    finally:
+        shutil.rmtree(theirs)
 
 
 # ---- A part of the file system that does not answer ---------------------------------------------

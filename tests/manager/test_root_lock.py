@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, save
+from support.fuse_fixture import MountedClient
 from support.machine import seconds
 
-from torch_dcpx import ConcurrentSaveError
+from torch_dcpx import ConcurrentSaveError, StorageError
 from torch_dcpx._answers import answered
-from torch_dcpx.storage import root_lock
+from torch_dcpx.storage import root_lock, root_record
+from torch_dcpx.storage.directory import storage_error
 from torch_dcpx.storage.holder import Holder, now_text
 from torch_dcpx.storage.names import root_lock_name
 from torch_dcpx.storage.root_record import FileRecord, Seen, identity_of
@@ -194,6 +196,69 @@ def test_root_that_is_stolen_in_a_save_commits_nothing(
         save(manager, 2)
     assert caught.value.errno == errno.ESTALE
     assert manager_of(tmp_path).tags() == ["step-1"]
+
+
+@pytest.mark.parametrize("fails", [OSError(errno.EIO, "injected"), OSError(errno.ESTALE, "gone")])
+def test_root_is_free_where_the_first_look_at_an_own_record_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: OSError
+) -> None:
+    def put(*_: Any) -> bool:
+        raise storage_error("write", tmp_path, fails)
+
+    with monkeypatch.context() as patch, manager_of(tmp_path) as manager:
+        patch.setattr(FileRecord, "put", put)
+        with pytest.raises(StorageError, match="write"):
+            save(manager, 1)
+    assert root_lock._held == {}
+    _until(lambda: all(t.name != "dcpx-root" for t in threading.enumerate()), seconds(60))
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+
+
+def test_own_record_that_one_look_misses_is_not_another_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, missed = FileRecord._put, [True]
+
+    def put(self: FileRecord, holder: Holder) -> bool:
+        return not missed.pop() if missed else real(self, holder)
+
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        monkeypatch.setattr(FileRecord, "_put", put)
+        manager._root.files.lock.check()
+        assert not missed
+
+
+def test_record_that_another_client_has_replaced_is_looked_at_again(
+    two_clients: tuple[MountedClient, ...],
+) -> None:
+    client, root = two_clients[0], two_clients[0].path / "root"
+    with manager_of(root) as manager:
+        save(manager, 1)
+    record = FileRecord(root)
+    client.forget()
+    client.fail("getattr", errno.ESTALE, "root/.dcpx.root*", times=1)
+    assert record.look().holder is not None
+    client.forget()
+    client.fail("getattr", errno.EIO, "root/.dcpx.root*")
+    with pytest.raises(StorageError, match=r"\.dcpx\.root\.1': Input/output error"):
+        record.look()
+
+
+def test_listing_that_lacks_a_new_record_is_no_proof_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = root_record._numbers, [0]
+
+    def numbers(directory: Any) -> list[int]:
+        calls[0] += 1
+        return [] if calls[0] == 2 else real(directory)
+
+    monkeypatch.setattr(root_record, "_numbers", numbers)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        assert manager.tags() == ["step-1"]
 
 
 def test_thread_renews_and_tells_of_a_stolen_root(

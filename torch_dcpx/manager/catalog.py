@@ -11,7 +11,7 @@ import os
 import uuid
 from collections import UserDict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -28,10 +28,11 @@ from torch_dcpx.errors import (
     MismatchError,
     NotCommittedError,
     OptionError,
+    StorageError,
     UnsupportedError,
 )
 from torch_dcpx.keys.key_map import DryRun, KeyMap
-from torch_dcpx.manager.known import check_found, is_apart, is_removed
+from torch_dcpx.manager.known import check_found, check_none_silent, is_apart, is_removed
 from torch_dcpx.manager.pointer import Tag, tag_of, tag_or_none
 from torch_dcpx.manager.preemption import Preemption, check_signals
 from torch_dcpx.manager.retention import Retention
@@ -193,8 +194,9 @@ class CheckpointCatalog:
             try:
                 root.remove(name)
             except DcpxError:
-                if successor is not None and root.files.identity(name) is not None:
-                    root.point_away(successor.tag, going)
+                with suppress(StorageError):  # the error that counts is that of the removal
+                    if successor is not None and root.files.identity(name) is not None:
+                        root.point_away(successor.tag, going)
                 raise
 
     def tags(self) -> list[str]:
@@ -213,14 +215,15 @@ class CheckpointCatalog:
     def _successor(self, name: str) -> Stored | None:
         """Returns what is the newest once the newest goes; None if this is another one.
 
-        Raises UnsupportedError: it is the last one.
+        Raises UnsupportedError: it is the last one. StorageError: as `check_none_silent`.
         """
         root = self.root
         newest = self.newest()  # anew: other jobs may have changed the root
-        stored, _ = root.listed()
+        stored, skipped = root.listed()
         good = {each.tag for each in stored if each.save_id not in root.damaged}
         others = [each for each in stored if each.tag != name]
         if not others or good == {name}:
+            check_none_silent(root, name, skipped)
             kind = " that is not damaged" if others else ""
             raise UnsupportedError(
                 f"delete '{root.path / name}': it is the last whole checkpoint beneath "

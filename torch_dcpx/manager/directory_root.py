@@ -59,6 +59,30 @@ class _UnseenPointerError(StorageError):
     """No pointer is seen, where there are checkpoints."""
 
 
+class _Devices:
+    """Notes on which file system a manager has committed."""
+
+    def __init__(self) -> None:
+        self.seen = self.saved_to = 0  # none
+
+    def check(self, path: Path, device: int) -> None:
+        """Raises StorageError where another file system lies there than this manager has committed
+        on, and nobody has: what the mount was made over, or another disk of that name.
+        """
+        self.seen = device
+        if self.saved_to not in (0, device):
+            with Directory(path) as directory:
+                if POINTER_NAME in directory.names():  # it was mounted again
+                    return
+            raise StorageError(
+                f"save beneath '{path}': it is on another file system than the checkpoints that "
+                f"this manager has saved there, and there is no '{POINTER_NAME}': mount theirs "
+                "again, or make a new manager",
+                errno=errno.ESTALE,
+                path=str(path),
+            )
+
+
 class DirectoryRoot:
     """A root directory. Holds nothing open but the lock of its saves."""
 
@@ -71,9 +95,13 @@ class DirectoryRoot:
         self.path = path
         self.is_durable = is_durable
 
+        devices = self._devices = _Devices()
+
         def opened() -> FileRecord:  # without self: a root that is dropped goes at once
             make_directory(path, is_durable=is_durable)
-            return FileRecord(path)
+            record = FileRecord(path)
+            devices.check(path, record.key[0])
+            return record
 
         self.lock = RootLock(path, opened)
 
@@ -186,6 +214,8 @@ class DirectoryRoot:
         with Directory(self.path) as directory:
             content = [encoded_pointer(pointer)]
             publish(directory, POINTER_NAME, content, is_durable=self.is_durable)
+        if pointer.tag is not None:
+            self._devices.saved_to = self._devices.seen
 
     # ---- One checkpoint ------------------------------------------------------------------------
 
@@ -201,16 +231,23 @@ class DirectoryRoot:
         return OwnDirectory(Path(path))
 
     def identity(self, tag: str) -> tuple[int, int, int] | None:
-        """Returns what is new in `.metadata` with each save; None of a missing one."""
+        """Returns what is new in `.metadata` with each save; None of a missing one. Raises
+        StorageError: nobody knows.
+        """
+        path = self.path / tag / METADATA_NAME
         try:
-            status = os.lstat(self.path / tag / METADATA_NAME)
-        except OSError:
+            status = os.lstat(path)
+        except OSError as error:
+            if error.errno in SILENT:
+                raise storage_error("stat", path, error, is_read=True) from error
             return None
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def committed_ns(self, tag: str) -> int:
         """Returns when a `.metadata` was written, by some clock: a hint, no proof."""
-        return (self.identity(tag) or (0, 0, 0))[2]
+        with suppress(StorageError):
+            return (self.identity(tag) or (0, 0, 0))[2]
+        return 0
 
     def is_there(self, tag: str, doing: str) -> bool:
         """Returns whether anything lies there. Raises: as `lies_there`."""

@@ -119,6 +119,20 @@ def _lost(
     )
 
 
+def check_none_silent(root: ManagerRoot, kept: str, skipped: Skipped) -> None:
+    """Raises StorageError where a checkpoint besides `kept` may be whole: it does not answer, or
+    another node's file system hides it. Args: `skipped` is what the last listing has passed over.
+    """
+    for tag in highest_first(tag for tag, _ in skipped if tag != kept):
+        error = root.silent.get(tag)
+        if error is None and not (is_apart(root) and not is_removed(root, tag)):
+            continue
+        text = f"delete '{root.path / kept}': no other whole checkpoint is seen, and '{tag}' "
+        text += f"does not answer: {dict(skipped)[tag]}; nothing was removed"
+        path = str(root.path / tag / METADATA_NAME)
+        raise StorageError(text, errno=error.errno if error else errno.ENOENT, path=path)
+
+
 def is_apart(root: ManagerRoot) -> bool:
     """Returns whether other nodes mount the root's file system: a missing file is no damage."""
     return isinstance(root.path, Path) and is_shared(root.path)

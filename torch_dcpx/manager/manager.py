@@ -358,7 +358,7 @@ class CheckpointManager:
 
         Raises:
             DcpxError: of a save that failed, once; of several the first, others are logged.
-            TimeoutError: a save is still under way.
+            TimeoutError: a save, or the removal, is still under way after `timeout_s`.
             OptionError: no number of seconds.
         """
         check_wait("timeout_s", timeout_s)

@@ -100,11 +100,12 @@ def remove_checkpoint(root: DirectoryRoot, tag: str) -> None:
                 raise UnsupportedError(f"delete '{directory.path}': it is pinned; unpin it first")
             if referenced_files(directory, METADATA_NAME) is None:
                 directory.read_small(METADATA_NAME)  # raises what the storage says
-                raise CorruptionError(
-                    f"delete '{directory.path}': its '{METADATA_NAME}' cannot be read, so nobody "
-                    "knows which files are its own; remove the directory by hand",
-                    path=str(directory.path / METADATA_NAME),
-                )
+                if referenced_files(directory, METADATA_NAME) is None:  # no failure of one read
+                    raise CorruptionError(
+                        f"delete '{directory.path}': its '{METADATA_NAME}' cannot be read, so "
+                        "nobody knows which files are its own; remove the directory by hand",
+                        path=str(directory.path / METADATA_NAME),
+                    )
             _check_writable(root.path, directory.path)
             directory.rename(METADATA_NAME, TOMBSTONE_NAME)
             if root.is_durable:

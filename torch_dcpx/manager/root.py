@@ -93,9 +93,10 @@ class ManagerRoot:
     def note_damaged(self, tag: str) -> None:
         """Notes that bytes of a checkpoint are wrong: of a copy, none that lies in its place."""
         known = self._known.get(tag)
-        if known is not None and not self._has_original(known[1]):  # on the coordinator
-            self._damaged.add(known[1].save_id)
-            self._noted.add(known[1].save_id)
+        with suppress(StorageError):  # else nobody knows whether it lies in its place
+            if known is not None and not self._has_original(known[1]):  # on the coordinator
+                self._damaged.add(known[1].save_id)
+                self._noted.add(known[1].save_id)
 
     def _has_original(self, stored: Stored) -> bool:
         """Returns whether another file of metadata lies where a copy was made; no link is one."""
@@ -243,8 +244,7 @@ class ManagerRoot:
                     self.examined(name)
         newer = [s for s in self._seen() if s.is_ours and s.order > pointer.order]
         if newer:
-            text = "'%s' names '%s', but '%s' is a later commit: an earlier file was put back, or "
-            text += "a job commits at this moment"
+            text = "'%s' names '%s', but '%s' is a later commit: put back, or a job commits now"
             logger.warning(text, self.path / POINTER_NAME, chosen.tag, newer[0].tag)
         return bool(newer)
 

@@ -205,7 +205,10 @@ class Saves:
         try:
             self.catalog.retention.wait(timeout_s)
         except TimeoutError as error:
-            failed.append(error)
+            if timeout_s is None:  # what was saved is committed
+                logger.warning("%s: the next commit goes on with it", error)
+            else:
+                failed.append(error)
         for other in failed[1:]:
             logger.error("another save beneath '%s' failed: %s", self.catalog.root.path, other)
         if failed:

@@ -75,8 +75,7 @@ class _Held:
                 return
             try:
                 if not self.renew():
-                    text = "another job has taken '%s': the next save here is refused"
-                    logger.error(text, self.path)
+                    logger.error("another job has taken '%s': saves here are refused", self.path)
                     return
             except StorageError as error:
                 if not has_warned:
@@ -112,8 +111,12 @@ class _Held:
         return not self.is_lost
 
     def _again(self) -> bool:
-        """Takes a root again whose record is gone: somebody has removed it, and made no other."""
+        """Takes a root again whose record is gone: somebody has removed it, and made no other. Or
+        finds it, where a look has missed it.
+        """
         seen = self.record.look()
+        if seen.holder is not None and seen.holder.token == self.holder.token:
+            return True
         return seen.version is None and self.record.take(seen, self.holder) is not None
 
     def is_ours(self) -> bool:
@@ -177,7 +180,12 @@ class RootLock:
             return False
         taker = record.key, threading.get_ident()
         if taker in _taking:
-            raise _interrupted(self.path)
+            raise ConcurrentSaveError(
+                f"save beneath '{self.path}': the call that this signal's handler has interrupted "
+                "waits for the root: save when that call has returned",
+                errno=errno.EBUSY,
+                path=str(self.path),
+            )
         _taking.add(taker)
         try:
             watch = _Watch(record, Deadline(min(timeout_s, _LIMIT_S)))
@@ -186,6 +194,9 @@ class RootLock:
                 seen = watch.free()
                 if seen is not None:
                     self._take(record, seen)
+        except BaseException:
+            _give_back(id(self), taken=self._held)
+            raise
         finally:
             _taking.discard(taker)
         return True
@@ -218,7 +229,7 @@ class RootLock:
             _watches.pop(record.key, None)
             held = _Held(record, taken, began_s)
             with _guard.held():
-                _held[record.key] = held
+                _held[record.key] = self._held = held
             held.begin_to_renew()
 
     def check(self) -> None:
@@ -234,9 +245,7 @@ class RootLock:
         elif not held.is_ours():
             found = held.record.look().holder
             owner = "unknown" if found is None else str(found)
-            why = (
-                f"another job's manager has taken the root ({owner}) while this process was silent"
-            )
+            why = f"another job's manager has taken the root ({owner}) from this silent process"
         else:
             return
         raise ConcurrentSaveError(
@@ -255,18 +264,9 @@ class RootLock:
         self._held = None
 
 
-def _interrupted(path: Location) -> ConcurrentSaveError:
-    return ConcurrentSaveError(
-        f"save beneath '{path}': the call that this signal's handler has interrupted waits for the "
-        "root: save when that call has returned",
-        errno=errno.EBUSY,
-        path=str(path),
-    )
-
-
-def _give_back(share: int, *, is_collected: bool = False) -> None:
-    # One that was just taken has no share yet.
-    for key, held in [each for each in list(_held.items()) if share in each[1].shares]:
+def _give_back(share: int, *, is_collected: bool = False, taken: _Held | None = None) -> None:
+    # What was just taken has no share yet.
+    for key, held in [(k, h) for k, h in list(_held.items()) if share in h.shares or h is taken]:
         with _guard.held():
             held.shares.discard(share)
             if held.shares or _held.get(key) is not held:

@@ -111,6 +111,14 @@ class FileRecord:
         self.identity = identity_of(path)
 
     def look(self) -> Seen:
+        try:
+            return self._look()
+        except StorageError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        return self._look()  # another client has replaced the file since it was opened
+
+    def _look(self) -> Seen:
         with Directory(self.path) as directory:
             number = max(_numbers(directory), default=0)
             if not number:
@@ -119,7 +127,8 @@ class FileRecord:
             try:
                 with directory.open_regular(name) as file:
                     content = file.part(0, min(file.nbytes, _MAX_BYTES))
-                    status = os.fstat(file.fd)
+                    with storage_errors("fstat", self.path / name, is_read=True):
+                        status = os.fstat(file.fd)
                     # A record with two names (hard links) may be locked in another root.
                     is_locked = _is_locked(file.fd) if status.st_nlink == 1 else None
                     state = content, status.st_mtime_ns
@@ -160,7 +169,7 @@ class FileRecord:
                     _overwrite(fd, holder.encoded())
                     status = os.fstat(fd)
                 others = _numbers(directory)
-                if max(others) != number:  # many have come and gone since that look
+                if max(others, default=0) != number:  # many have come and gone since that look
                     directory.unlink(name)
                     close_read(fd, path)
                     return None
