@@ -23,6 +23,7 @@ from torch_dcpx import (
     async_save,
     load,
 )
+from torch_dcpx._answers import BOUND
 from torch_dcpx.storage.reader_lock import being_read
 
 
@@ -294,3 +295,22 @@ def test_tag_of_a_save_that_fails_before_it_begins_may_be_removed(
     with pytest.raises(StorageError):
         manager.save(1, user_content=1)
     assert not manager._retention.busy
+
+
+def test_removals_before_a_commit_share_the_bound_of_their_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: dict[str, Any] = {}
+    with manager_of(tmp_path, keep_last=1) as manager:
+        files = manager._root.files
+        for name in ("tidy", "write"):
+            real = getattr(files, name)
+
+            def noted(*args: Any, _name: str = name, _real: Any = real, **kwargs: Any) -> Any:
+                bounds.setdefault(_name, BOUND.get())
+                return _real(*args, **kwargs)
+
+            monkeypatch.setattr(files, name, noted)
+        save_steps(manager, 1)
+    assert bounds["tidy"] is not None
+    assert bounds["tidy"] is bounds["write"]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
-from torch_dcpx._answers import StorageTimeout, wait_at_most
+from torch_dcpx._answers import or_at_most
 from torch_dcpx._integers import plain_int
 from torch_dcpx._last_jobs import end_of_wait
 from torch_dcpx._waiting import Deadline, Guard
@@ -254,8 +254,8 @@ class Retention:
         root = self._root
         try:
             doing = f"remove old checkpoints beneath '{root.path}'"
-            bound = StorageTimeout(root.patience_s, "save_timeout_s")
-            with suppress_and_log(doing), self._one_run(doing), wait_at_most(bound):
+            bound = or_at_most(root.patience_s, "save_timeout_s")  # before a commit, the save's
+            with suppress_and_log(doing), self._one_run(doing), bound:
                 root.files.tidy(lambda: self.busy, leftovers=not self._rules.keep_all)
                 if not self._rules.keep_all:
                     self._remove_condemned()
