@@ -19,6 +19,7 @@ import torch
 from support.machine import seconds
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
+from support.object_requests import Request
 from support.object_server import ObjectServer
 from support.ranks import run_cases
 from support.stopped_store import stopped
@@ -150,9 +151,15 @@ def test_control_c_ends_a_call_to_a_stopped_store_at_once(
 
 
 def test_control_c_ends_an_upload_to_a_stopped_store(old: str, object_proxy: FaultProxy) -> None:
+    """Also the removal of what was there by then: the option's bound is 1800 s."""
+    pressed_at, has_ended = [0.0], threading.Event()
+
     def press() -> None:
         object_proxy.wait("upload_part")
-        os.kill(os.getpid(), signal.SIGINT)
+        with stopped(object_proxy):
+            pressed_at[0] = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+            has_ended.wait(seconds(120))
 
     object_proxy.clear()
     with stopped(object_proxy, "upload_part"):
@@ -160,8 +167,29 @@ def test_control_c_ends_an_upload_to_a_stopped_store(old: str, object_proxy: Fau
         presser.start()
         with pytest.raises(KeyboardInterrupt):
             dcpx.save(LARGE, f"{old}/new")
+        took_s = time.monotonic() - pressed_at[0]
+        has_ended.set()
         presser.join()
+    assert took_s < seconds(10)
     assert_works(old)
+
+
+def test_control_c_aborts_an_upload_that_the_store_takes_its_time_to_begin(
+    old: str, object_proxy: FaultProxy, object_server: ObjectServer
+) -> None:
+    def press(_: Request) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.4)  # longer than what tidies up waits
+
+    object_proxy.hook("create_upload", press)
+    with pytest.raises(KeyboardInterrupt):
+        dcpx.save(LARGE, f"{old}/new")
+    give_up_at = time.monotonic() + seconds(60)
+    while any(one.name.startswith("dcpx-upload") for one in threading.enumerate()):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    assert object_proxy.count("abort_upload") == 1
+    assert object_server.uploads(f"{old}/new") == []
 
 
 def manager_of(url: str) -> dcpx.CheckpointManager:

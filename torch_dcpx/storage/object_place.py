@@ -355,6 +355,8 @@ class ObjectPlace:
             counters["write_ns"] = max(waited_ns, 0)
         except BaseException as error:
             first = uploads.error
+            if not isinstance(error, Exception):  # Ctrl-C, in a wait that notes nothing itself
+                timeout.note_interrupt()
             uploads.cancel()
             is_told = isinstance(error, StorageError) and error.errno == errno.ECANCELED
             if is_told and first is not None:

@@ -233,6 +233,8 @@ class Stream:
 
     def _check_answers(self) -> None:
         """Raises StorageError: nothing has moved within the bound."""
+        if self._is_given_up:
+            return  # `_give_up` waits, for longer than others behind Ctrl-C
         now = time.monotonic()
         if self._next is not None and not self.sent_bytes:
             self._since = now  # obstore waits for us
