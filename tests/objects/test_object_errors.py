@@ -19,6 +19,7 @@ from support.object_server import ObjectServer
 import torch_dcpx as dcpx
 from torch_dcpx import OptionError, StorageError, UnsupportedError, WriteOptions
 from torch_dcpx.cli.app import app
+from torch_dcpx.storage import object_services
 from torch_dcpx.storage.object_errors import said
 from torch_dcpx.storage.object_services import SERVICES
 
@@ -248,6 +249,10 @@ def test_endpoint_that_is_refused_shows_no_secret(endpoint: str) -> None:
         "http://user:hunter2@127.0.0.1:99999",
         "user:hunter2@127.0.0.1:9",
         "http://127.0.0.1:9?sig=hunter2",
+        "http://us er:hunter2@127.0.0.1:9",
+        "http://user:\thunter2@127.0.0.1:9",
+        'http://user:"hunter2@127.0.0.1:9',
+        "http://user:hunter2@127.0.0.1:9\n",
     ],
 )
 def test_password_in_the_endpoints_variable_is_in_no_text(
@@ -266,6 +271,48 @@ def test_password_in_the_endpoints_variable_is_in_no_text(
     shown = f"{caught.value!r} {vars(caught.value)} {output} {caplog.text} {capfd.readouterr()}"
     assert "hunter2" not in shown and "panicked" not in shown
     assert "failure" in output
+
+
+@s3_alone
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"]
+)
+def test_variable_with_the_end_of_a_line_is_refused_by_its_name(
+    object_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    call: str,
+    name: str,
+) -> None:
+    """As one from a file that ends in one; obstore would panic, or sign wrongly."""
+    monkeypatch.setenv(name, "hunter2\n")
+    with pytest.raises(StorageError, match=f": {name} has a control character") as caught:
+        CALLS[call](object_prefix)
+    assert caught.value.errno == errno.EINVAL
+    shown = f"{caught.value!r} {vars(caught.value)} {capfd.readouterr()}"
+    assert "hunter2" not in shown and "panicked" not in shown
+
+
+@s3_alone
+def test_variable_that_obstore_does_not_read_may_have_several_lines(
+    object_prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_POLICY_OF_OURS", "{\n}\n")
+    save(STATE, object_prefix)
+
+
+@s3_alone
+@pytest.mark.parametrize("call", CALLS)
+def test_panic_of_obstore_is_an_error_of_the_store(
+    object_prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It is no Exception, of a call as of an upload."""
+    monkeypatch.setattr(object_services, "_is_printable", lambda _: True)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "hunter2\r")  # which no header takes
+    with pytest.raises(StorageError, match="obstore has panicked") as caught:
+        CALLS[call](object_prefix)
+    assert caught.value.errno == errno.EINVAL and "hunter2" not in str(caught.value)
 
 
 @s3_alone

@@ -44,6 +44,8 @@ _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound"})
 _NO_ACCESS = frozenset(
     {"AuthorizationHeaderMalformed", "ExpiredToken", "InvalidToken", "TokenRefreshRequired"}
 )
+# Classes of a panic of obstore: of a call, which is no Exception, and of an upload.
+PANICS = frozenset({"PanicException", "RustPanic"})
 _ERRNOS = {
     "NotFoundError": errno.ENOENT,
     "FileNotFoundError": errno.ENOENT,
@@ -54,6 +56,7 @@ _ERRNOS = {
     "InvalidPathError": errno.EINVAL,
     "NotSupportedError": errno.EOPNOTSUPP,
     "UnknownConfigurationKeyError": errno.EINVAL,
+    **dict.fromkeys(PANICS, errno.EINVAL),
 }
 
 
@@ -65,7 +68,7 @@ class Said(NamedTuple):
     text: str  # one short line
 
 
-def said(error: Exception, service: Service) -> Said:
+def said(error: BaseException, service: Service) -> Said:
     """Returns what an error of obstore means."""
     whole, _, debug = str(error).partition("\n\nDebug source")
     whole = _STORE.sub("", " ".join(whole.split()))[:_MAX_READ]
@@ -89,7 +92,7 @@ def said(error: Exception, service: Service) -> Said:
     return Said(number, code, text)
 
 
-def _errno_of(error: Exception, whole: str, code: str) -> int:
+def _errno_of(error: BaseException, whole: str, code: str) -> int:
     if code in _NO_BUCKET:
         return errno.ENXIO
     number = _ERRNOS.get(type(error).__name__)
@@ -104,7 +107,10 @@ def _errno_of(error: Exception, whole: str, code: str) -> int:
     return errno.EIO
 
 
-def _text_of(error: Exception, whole: str, code: str, debug: str) -> str:
+def _text_of(error: BaseException, whole: str, code: str, debug: str) -> str:
+    kind = type(error).__name__
+    if kind in PANICS:
+        return f"obstore has panicked at a setting or an answer that it cannot read: {whole}"
     message = _MESSAGE.search(whole)
     status = _STATUS.search(whole)
     if code and message and message[1].strip():
@@ -119,7 +125,6 @@ def _text_of(error: Exception, whole: str, code: str, debug: str) -> str:
         why = f": {cause[1] or _CAUSES[cause[0]]}" if cause else ""
         times = f" ({counted(int(tries), 'retry', 'retries')})" if tries and tries != "0" else ""
         return f"no answer from {scheme}://{host}{why}{times}"
-    kind = type(error).__name__
     return whole if kind == "GenericError" else f"{kind}: {whole}"
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 from typing import Any, NamedTuple
 
 from torch_dcpx.errors import StorageError, UnsupportedError
+
+_AUTHORITY = re.compile(r"[\w.~!$&'()*+,;=:@%\[\]-]+", re.ASCII)  # user, host and port of a URL
 
 
 class Service(NamedTuple):
@@ -84,9 +87,18 @@ def opened(
         client: settings of its HTTP client.
         more: arguments of obstore's class.
 
-    Raises StorageError: the endpoint is no URL, of which obstore would panic.
+    Raises StorageError: a setting of which obstore would panic: an endpoint that is no URL, or a
+        variable with a control character.
     """
     service = SERVICES[scheme]
+    opener = getattr(importlib.import_module("obstore.store"), service.opener)
+    for variable, value in settings_of(scheme):
+        if not _is_printable(value) and _is_known(opener, variable):
+            raise StorageError(
+                f"open '{scheme}://{name}': {variable} has a control character in it, such as the "
+                "end of a line: set it without",
+                errno=errno.EINVAL,
+            )
     settings: dict[str, Any] = {"client_options": client}
     if endpoint is not None:
         settings["endpoint"] = endpoint
@@ -104,15 +116,33 @@ def opened(
         )
     if given.startswith("http://"):
         settings["client_options"] = {**client, "allow_http": True}
-    opener = getattr(importlib.import_module("obstore.store"), service.opener)
     return opener(name, **settings, **more)
+
+
+def _is_printable(text: str) -> bool:
+    return not any(one < " " or one == "\x7f" for one in text)
+
+
+def _is_known(opener: Any, variable: str) -> bool:
+    """Whether obstore reads an environment variable: others of such a name are somebody else's."""
+    exceptions = importlib.import_module("obstore.exceptions")
+    try:
+        opener("known", config={variable: "x"})
+    except exceptions.UnknownConfigurationKeyError:
+        return False
+    except exceptions.BaseError:  # of the value
+        return True
+    return True
 
 
 def _is_endpoint(text: str) -> bool:
     from urllib.parse import urlsplit  # few have one
 
+    if " " in text or not _is_printable(text):  # which urlsplit passes over
+        return False
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return is_whole and bool(_AUTHORITY.fullmatch(parts.netloc))
     except ValueError:  # a port that is none
         return False

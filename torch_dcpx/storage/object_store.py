@@ -24,7 +24,7 @@ from torch_dcpx._answers import answered
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_conditions import Conditions
-from torch_dcpx.storage.object_errors import said
+from torch_dcpx.storage.object_errors import PANICS, said
 from torch_dcpx.storage.object_link import Link
 from torch_dcpx.storage.object_listing import Listing, listing_of, tag_of
 from torch_dcpx.storage.object_services import (
@@ -122,11 +122,12 @@ class Bucket:
     def errors(
         self, verb: str, key: str, *, offset: int | None = None, nbytes: int | None = None
     ) -> Iterator[None]:
-        """Raises errors of obstore as StorageError, without a secret in its text."""
+        """Raises errors and panics of obstore as StorageError, without a secret in its text."""
         try:
             yield
-        except Exception as error:
-            if not isinstance(error, (self._obstore.exceptions.BaseError, FileNotFoundError)):
+        except BaseException as error:
+            kinds = self._obstore.exceptions.BaseError, FileNotFoundError
+            if not isinstance(error, kinds) and type(error).__name__ not in PANICS:
                 raise
             number, code, cause = said(error, self._service)
             range_text = "" if nbytes is None else f" {nbytes} B at offset {offset} of"
