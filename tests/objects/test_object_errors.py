@@ -169,6 +169,36 @@ def test_refusal_is_told_by_the_stores_code_and_our_url_once(
     assert "http" not in text and object_prefix in text
 
 
+TOLD = {"400": ("ExpiredToken", errno.EACCES), "503": ("SlowDown", errno.EIO)}
+
+
+@s3_alone
+@pytest.mark.parametrize("fault", TOLD)
+def test_code_of_the_store_is_told_where_head_is_asked(
+    object_prefix: str, object_proxy: FaultProxy, fault: str
+) -> None:
+    """Its answer has a status alone: GET is asked once."""
+    object_proxy.fail("any", fault, times=None)
+    with retries(0), pytest.raises(StorageError, match=f"^{TOLD[fault][0]}: get 's3:") as caught:
+        CALLS["save at once"](object_prefix)
+    assert caught.value.errno == TOLD[fault][1]
+    kinds = [one.kind for one in object_proxy.requests()]
+    assert kinds[:2] == ["head_object", "get_object"] and kinds.count("get_object") == 1
+
+
+@s3_alone
+@pytest.mark.parametrize("fault", TOLD)
+def test_code_of_the_store_is_told_of_an_end_that_is_asked_for(
+    object_prefix: str, object_proxy: FaultProxy, fault: str
+) -> None:
+    """HEAD, which is asked whether the object is empty, does not hide it."""
+    save(STATE, object_prefix)
+    for kind in ("get_object", "head_object"):
+        object_proxy.fail(kind, fault, times=None, key="/__0_")
+    with retries(0), pytest.raises(StorageError, match=f"^{TOLD[fault][0]}: get 's3:"):
+        CALLS["load"](object_prefix)
+
+
 @s3_alone
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("has_id", [False, True])

@@ -39,6 +39,7 @@ KINDS = frozenset([*_OF_KEYS.values(), *_OF_BUCKETS.values(), "copy_object", "ot
 # fault -> status, code of S3, text
 REFUSALS = {
     "200": (200, "InternalError", "We encountered an internal error. Please try again."),
+    "400": (400, "ExpiredToken", "The provided token has expired."),
     "403": (403, "AccessDenied", "Access Denied"),
     "409": (409, "ConditionalRequestConflict", "A conflicting operation occurred."),
     "412": (412, "PreconditionFailed", "At least one of the preconditions did not hold."),

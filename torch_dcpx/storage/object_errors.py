@@ -9,6 +9,7 @@ import re
 from typing import NamedTuple
 
 from torch_dcpx._text import counted
+from torch_dcpx.errors import StorageError
 from torch_dcpx.storage.object_services import Service
 
 _MAX_TEXT = 300
@@ -29,6 +30,7 @@ _UNANSWERED = re.compile(
     r"(?:, after (\d+) retries[^-]*)? - HTTP error: error sending request"
 )
 _STATUS = re.compile(r"status code: ((\d{3})[A-Za-z ]*)(?:: (.*))?")
+_STATUS_ALONE = re.compile(r"': \d{3}[A-Za-z ]*$")
 _CODE = re.compile(r"<Code>\s*([\w.]{1,80})\s*</Code>")
 _MESSAGE = re.compile(r"<Message>(.*?)</Message>")
 _CAUSE = re.compile(r'(?:message|error): "([^"\n]{1,200})"|(TimedOut)|(IncompleteMessage)')
@@ -90,6 +92,11 @@ def said(error: BaseException, service: Service) -> Said:
             f"removes them: {text}"
         )
     return Said(number, code, text)
+
+
+def lacks_words(error: StorageError) -> bool:
+    """Whether an error has a status for all that the store has said, as each of a HEAD."""
+    return _STATUS_ALONE.search(str(error)) is not None
 
 
 def _errno_of(error: BaseException, whole: str, code: str) -> int:

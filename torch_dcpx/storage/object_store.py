@@ -24,7 +24,7 @@ from torch_dcpx._answers import answered
 from torch_dcpx.errors import StorageError, UnsupportedError
 from torch_dcpx.storage.names import probe_name
 from torch_dcpx.storage.object_conditions import Conditions
-from torch_dcpx.storage.object_errors import PANICS, said
+from torch_dcpx.storage.object_errors import PANICS, lacks_words, said
 from torch_dcpx.storage.object_link import Link
 from torch_dcpx.storage.object_listing import Listing, listing_of, tag_of
 from torch_dcpx.storage.object_services import (
@@ -195,10 +195,12 @@ class Bucket:
             try:
                 answer = self._obstore.get(self.store, key, options=options)
             except self._obstore.exceptions.GenericError:
-                meta = self._obstore.head(self.store, key)
-                if meta["size"] > 0:
-                    raise
-                return StoredObject(0, tag_of(meta, self.url(key)), b"")
+                # An empty object has no range. An error of HEAD would say less than that of GET.
+                with contextlib.suppress(self._obstore.exceptions.BaseError):
+                    meta = self._obstore.head(self.store, key)
+                    if not meta["size"]:
+                        return StoredObject(0, tag_of(meta, self.url(key)), b"")
+                raise
             meta = answer.meta
             size = meta["size"]
             body = self._body(answer, key, max(size - nbytes, 0), size)
@@ -243,14 +245,27 @@ class Bucket:
     def head(self, key: str) -> tuple[int, str] | None:
         """Returns size and tag of an object; None if there is none."""
         try:
-            meta = self._repeated("head", key, lambda: self._obstore.head(self.store, key))
+            meta = self._meta(key)
         except StorageError as error:
             if error.errno == errno.ENOENT:
                 return None
-            if error.errno == errno.EACCES:  # an answer to HEAD has no words: GET says why
-                self.get(key)
             raise
         return meta["size"], tag_of(meta, self.url(key))
+
+    def _meta(self, key: str) -> Any:
+        """Returns what obstore says of an object. Raises StorageError: ENOENT, it is missing."""
+        try:
+            return self._repeated("head", key, lambda: self._obstore.head(self.store, key))
+        except StorageError as error:
+            if not lacks_words(error):
+                raise
+            try:  # an answer to HEAD has no words: GET says why
+                with self.errors("get", key):
+                    self._answered("get", key, lambda: self._obstore.get(self.store, key))
+            except StorageError as told:
+                if told.errno not in (errno.ENOENT, errno.ETIMEDOUT):
+                    raise told from None
+            raise
 
     def put(self, key: str, pieces: Iterable[Any]) -> None:
         """Puts an object by one request."""
@@ -281,7 +296,7 @@ class Bucket:
         key = f"{prefix}/{probe_name()}"
         try:
             self.put_again(key, b"torch-dcpx")
-            meta = self._repeated("head", key, lambda: self._obstore.head(self.store, key))
+            meta = self._meta(key)
         finally:
             self.remove_probe(key)
         return float(meta["last_modified"].timestamp())
