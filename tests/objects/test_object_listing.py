@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
+import urllib.error
+import urllib.request
 import xml.etree.ElementTree as ET
+from email.message import Message
+from http.client import IncompleteRead
 from typing import Any
 
 import pytest
@@ -148,6 +153,36 @@ def test_listing_that_is_none_is_an_error_and_asked_for_again(
         with retries(0), pytest.raises(StorageError, match=words) as caught:
             _bucket(object_prefix)[0].listing(key)
         assert "http" not in str(caught.value)
+
+
+@s3_alone
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (IncompleteRead(b"<Error><Code>SlowDown</Code>"), "^SlowDown: list 's3:.*': 503 Not now$"),
+        (ConnectionResetError(), "^list 's3:.*': 503 Not now$"),
+    ],
+    ids=["in its words", "before them"],
+)
+def test_refusal_of_a_listing_that_is_cut_is_an_error_of_the_store(
+    object_server: ObjectServer,
+    object_prefix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: Exception,
+    words: str,
+) -> None:
+    class Body(io.BytesIO):
+        def read(self, *_: object) -> bytes:
+            raise cut
+
+    def refuse(request: urllib.request.Request, **_: object) -> None:
+        raise urllib.error.HTTPError(request.full_url, 503, "Not now", Message(), Body())
+
+    object_server.put(f"{object_prefix}//x", b"")
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    key = _bucket(object_prefix)[1]
+    with retries(0), pytest.raises(StorageError, match=words):
+        _bucket(object_prefix)[0].listing(key)
 
 
 @s3_alone

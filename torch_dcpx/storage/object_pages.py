@@ -25,7 +25,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote_plus, urlencode
 
@@ -183,10 +183,20 @@ def _page(bucket: Bucket, url: str, token: str = "") -> ET.Element:
             text = _NO_XML.sub(b"\x7f", answer.read())
         return ET.fromstring(text)  # noqa: S314 - expat bounds what entities become
     except urllib.error.HTTPError as error:
-        words = error.read().decode(errors="replace")
+        words = _words(error).decode(errors="replace")
         raise _generic(f"status code: {error.code} {error.reason}: {words}") from None
     except (OSError, HTTPException, ET.ParseError) as error:
         raise _generic(f"the listing had no answer, or none that is one: {error}") from None
+
+
+def _words(error: urllib.error.HTTPError) -> bytes:
+    """Returns what a refusal says, as far as it comes."""
+    try:
+        return error.read()
+    except IncompleteRead as cut:
+        return cut.partial
+    except (OSError, HTTPException):
+        return b""
 
 
 def _generic(text: str) -> Exception:
