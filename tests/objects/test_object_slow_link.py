@@ -85,6 +85,14 @@ def test_range_whose_answer_ends_early_is_read_again_however_long_it_moved(
         assert bytes(bucket.get(url.key).body) == body
 
 
+def test_upload_that_moves_is_not_ended_for_the_time_that_it_takes(object_prefix: str) -> None:
+    """At 40 kB/s the parts that are under way at first take 14 minutes."""
+    url = location_of(object_prefix)
+    assert isinstance(url, ObjectUrl)
+    options = bucket_of(url).uploader.client_options
+    assert options["timeout"] == "1 day" and "read_timeout" not in options
+
+
 @pytest.mark.slow
 def test_save_whose_parts_take_longer_than_obstore_gives_a_request_ends(
     object_prefix: str, link: Callable[[float], SlowLink]

@@ -378,6 +378,7 @@ class Bucket:
 _CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
 # Settings of its client. What is received is ended when nothing comes for so long. That would end
 # an upload that takes longer than it, also while it moves: there the kernel ends a connection whose
-# bytes nobody acknowledges for 30 s, and the rest is for a store that has them and is silent.
+# bytes nobody acknowledges for 30 s, and our bound one to a store that has them and is silent. What
+# is under way at first may take hours: no bound on a whole request is for a link that moves.
 _MOVING = {"timeout": "1 day", "read_timeout": "30s"}
-_SENDING = {"timeout": "10min"}
+_SENDING = {"timeout": "1 day"}
