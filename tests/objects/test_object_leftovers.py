@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from object_managers import manager_of, names, resumed, save_steps
+from object_outcomes import retries
+from support.object_fixture import s3_alone
 
 from torch_dcpx import StorageError
 from torch_dcpx.integrity.leftovers import find_leftovers, remove_leftovers
@@ -163,6 +165,25 @@ def test_object_that_is_gone_hides_no_refusal_of_another_in_the_batch(
             bucket.delete([gone, kept])
         assert caught.value.errno == errno.EACCES
         bucket.delete([gone])
+
+
+@s3_alone
+def test_store_that_removes_no_objects_by_one_request_is_asked_for_each(
+    object_prefix: str, object_server: ObjectServer, object_proxy: FaultProxy
+) -> None:
+    """As some gateways; it is asked for all of them once."""
+    for number in range(3):
+        object_server.put(f"{object_prefix}/{number}", b"1")
+    object_proxy.fail("delete_many", "501", times=None)
+    url = location_of(object_prefix)
+    assert isinstance(url, ObjectUrl)
+    with retries(1):
+        bucket = bucket_of(url)
+        bucket.delete([f"{url.key}/{number}" for number in range(2)])
+        assert object_proxy.count("delete_many") == 2  # obstore's own repetition
+        bucket.delete([f"{url.key}/2", f"{url.key}/none"])
+    assert (object_proxy.count("delete_many"), object_proxy.count("delete")) == (2, 4)
+    assert object_server.keys(object_prefix) == []
 
 
 def test_probes_of_killed_jobs_go(

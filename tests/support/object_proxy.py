@@ -117,7 +117,7 @@ class FaultProxy:
         Args:
             which: a kind (object_requests.KINDS), "any", or a request's number.
             how: before the server hears of the request, "reset" (the connection), "500", "503",
-                "409", "412", "403", "400" or "200" (an error within a success) as its answer;
+                "501", "409", "412", "403", "400" or "200" (an error in a success) as its answer;
                 "delay"; "partial_list" (a page has one key, and says where to go on). Once done,
                 "lost_answer" (a reset), "done_500" (the answer is 500), "truncate" (half of the
                 answer's body, then the end) or "flip" (a bit in the middle of that body); where the

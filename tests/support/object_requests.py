@@ -44,6 +44,7 @@ REFUSALS = {
     "409": (409, "ConditionalRequestConflict", "A conflicting operation occurred."),
     "412": (412, "PreconditionFailed", "At least one of the preconditions did not hold."),
     "500": (500, "InternalError", "We encountered an internal error. Please try again."),
+    "501": (501, "NotImplemented", "This request is not implemented."),
     "503": (503, "SlowDown", "Please reduce your request rate."),
 }
 

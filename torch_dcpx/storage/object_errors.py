@@ -111,7 +111,8 @@ def _errno_of(error: BaseException, whole: str, code: str) -> int:
     is_refused = status is not None and status[2] in ("401", "403")
     if is_refused or code in _NO_ACCESS or _ROLES.search(whole) or _LACKS_KEY.search(whole):
         return errno.EACCES
-    return errno.EIO
+    is_unknown = code == "NotImplemented" or (status is not None and status[2] == "501")
+    return errno.EOPNOTSUPP if is_unknown else errno.EIO
 
 
 def _text_of(error: BaseException, whole: str, code: str, debug: str) -> str:

@@ -24,6 +24,7 @@ class Service(NamedTuple):
     other_credentials: str  # how those of its own command get there
     has_suffixes: bool  # takes a range that counts from the end
     deletes: int  # objects a request
+    single_deletes: dict[str, Any]  # obstore's argument for one object a request
     unknown_tag: str  # an ETag that no object has
 
     @property
@@ -45,6 +46,7 @@ SERVICES = {
         ),
         has_suffixes=True,
         deletes=1000,
+        single_deletes={"disable_bulk_delete": True},
         unknown_tag='"0"',
     ),
     "az": Service(
@@ -56,6 +58,7 @@ SERVICES = {
         other_credentials=" (a login of `az` is not read)",
         has_suffixes=False,
         deletes=256,
+        single_deletes={},
         unknown_tag='"0x8D0000000000000"',
     ),
 }

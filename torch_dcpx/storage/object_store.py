@@ -101,7 +101,7 @@ class Bucket:
         self._obstore = import_obstore()
         importlib.import_module("obstore.exceptions")
         with self.errors("open", ""):
-            self.store = opened(scheme, name, endpoint, _MOVING, _CLIENT)
+            self.store = self._deleter = opened(scheme, name, endpoint, _MOVING, _CLIENT)
         self._conditions = Conditions(self, self._service.unknown_tag)
         self.link = Link()
 
@@ -351,9 +351,13 @@ class Bucket:
             self._delete(list(keys[begin : begin + self._service.deletes]))
 
     def _delete(self, keys: list[str]) -> None:
+        deleter = self._deleter
         try:
-            self._repeated("delete", keys[0], lambda: self._obstore.delete(self.store, keys))
+            self._repeated("delete", keys[0], lambda: self._obstore.delete(deleter, keys))
         except StorageError as error:
+            if error.errno == errno.EOPNOTSUPP and deleter is self.store:
+                self._set_single_deletes()
+                return self._delete(keys)
             if error.errno != errno.ENOENT:
                 raise
             # Azure says so of the first that is not there: others may have failed otherwise.
@@ -362,6 +366,12 @@ class Bucket:
                 raise
             if left:
                 self._delete(left)
+
+    def _set_single_deletes(self) -> None:
+        """Removes each object by a request of its own from now on: some gateways know no other."""
+        more = {**_CLIENT, **self._service.single_deletes}
+        with self.errors("open", ""):
+            self._deleter = opened(self.scheme, self.name, self.endpoint, _MOVING, more)
 
     def _listed(self, keys: list[str]) -> list[str]:
         """Returns those of some keys that are there."""
