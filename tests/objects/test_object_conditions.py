@@ -20,6 +20,7 @@ from support.object_server import ObjectServer
 
 from torch_dcpx import ConcurrentSaveError, OutcomeUnknownError, StorageError, UnsupportedError
 from torch_dcpx.cli.app import app
+from torch_dcpx.storage import object_conditions
 from torch_dcpx.storage.object_store import Bucket, _buckets, bucket_of
 from torch_dcpx.storage.object_url import ObjectUrl, location_of
 
@@ -197,6 +198,37 @@ def test_lost_answer_to_the_probe_finds_the_same(
     assert bucket._conditions.has_quotes
     assert object_proxy.count("put_object", ".dcpx.probe.") == 5
     assert objects_at(object_server, object_prefix) == {}
+
+
+@pytest.mark.parametrize("skip", range(4))
+def test_conflict_at_the_probe_is_no_refusal_and_is_asked_again(
+    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, skip: int
+) -> None:
+    """S3 says by it that another request is under way, and nothing of the condition."""
+    object_proxy.fail("put_object", "409", key=".dcpx.probe.", skip=skip)
+    with retries(0):
+        bucket, key = _bucket(object_prefix)
+        bucket.check_conditional(key)
+    assert bucket._conditions.has_quotes
+    assert objects_at(object_server, object_prefix) == {}
+
+
+def test_conflict_at_every_probe_forbids_no_later_save(
+    object_server: ObjectServer,
+    object_prefix: str,
+    object_proxy: FaultProxy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(object_conditions, "_PAUSE_S", 0.01)
+    object_proxy.fail("put_object", "409", times=None, key=".dcpx.probe.")
+    with retries(0):
+        bucket, key = _bucket(object_prefix)
+        with pytest.raises(StorageError, match="ConditionalRequestConflict: put") as caught:
+            bucket.check_conditional(key)
+        assert not isinstance(caught.value, UnsupportedError)
+        object_proxy.heal()
+        save(NEW, object_prefix)
+    assert found(object_server, object_prefix, {}, NEW) == ("new", [])
 
 
 @pytest.mark.parametrize(

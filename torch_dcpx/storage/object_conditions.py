@@ -7,6 +7,7 @@ If-Match, and Ceph's RGW 16.2 refuses the right tag in the quotes in which it gi
 from __future__ import annotations
 
 import errno
+import time
 from typing import TYPE_CHECKING, Any
 
 from torch_dcpx.errors import StorageError, UnsupportedError
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 _FIRST, _SECOND = b"torch-dcpx", b"torch-dcpx again"  # of unlike tags
 _NOT_DONE = frozenset({errno.EEXIST, errno.ESTALE, errno.EOPNOTSUPP})
+# Of a store that has not looked at the condition, as another request is under way: "try again".
+_CONFLICTS = ("ConditionalRequestConflict: ", "OperationAborted: ")
+_TRIES = 4  # of a PUT that is told so
+_PAUSE_S = 0.5
 
 
 class Conditions:
@@ -88,13 +93,19 @@ class Conditions:
 
     def _is_put(self, key: str, body: bytes, mode: Any) -> bool:
         """Whether the store puts an object on this condition. Raises: StorageError."""
-        try:
-            self._bucket.put_again(key, body, mode)
-        except StorageError as error:
-            if error.errno in _NOT_DONE:
-                return False
-            raise
-        return True
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._bucket.put_again(key, body, mode)
+            except StorageError as error:
+                is_undecided = str(error).startswith(_CONFLICTS)
+                if error.errno not in _NOT_DONE or (is_undecided and not tries_left):
+                    raise
+                if not is_undecided:
+                    return False
+            else:
+                return True
+            time.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
 
     def _tag(self, key: str) -> str | None:
         found = self._bucket.head(key)
