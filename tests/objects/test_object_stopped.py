@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from support.object_proxy import FaultProxy
 from support.object_requests import Request
 from support.object_server import ObjectServer
 from support.ranks import run_cases
+from support.slow_link import SlowLink
 from support.stopped_store import stopped
 
 import torch_dcpx as dcpx
@@ -100,6 +102,58 @@ def test_store_that_stops_within_a_call_ends_it_at_its_deadline(
     with stopped(object_proxy, kind), pytest.raises(StorageError) as caught:
         CALLS[name](old)
     assert_unanswered(caught.value, old, f"{name}_timeout_s")
+    assert_works(old)
+
+
+@contextmanager
+def small_requests(url: str) -> Iterator[threading.Thread]:
+    """In the block, but not for ever, the process saves and loads little, again and again."""
+    ends = threading.Event()
+    last = time.monotonic() + seconds(10)
+
+    def run() -> None:
+        while time.monotonic() < last and not ends.wait(0.1):
+            dcpx.save(EXPORT, f"{url}/small")
+            dcpx.load({"w": torch.zeros(3)}, f"{url}/small")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "name"),
+    [("get_object", "/old/__", "load"), ("upload_part", "/new/", "save")],
+)
+def test_object_that_is_stuck_ends_a_call_though_small_requests_are_answered(
+    kind: str, key: str, name: str, old: str, object_proxy: FaultProxy
+) -> None:
+    with stopped(object_proxy, kind, key), small_requests(old) as others:
+        with pytest.raises(StorageError) as caught:
+            CALLS[name](old)
+        assert others.is_alive()
+    assert_unanswered(caught.value, old, f"{name}_timeout_s")
+    assert_works(old)
+
+
+def test_store_that_is_stopped_ends_a_call_while_bytes_move_to_another_one(
+    old: str, object_proxy: FaultProxy, object_server: ObjectServer
+) -> None:
+    link = SlowLink(object_server.url, 300_000)
+    other = WriteOptions(endpoint=link.url)
+    handle = dcpx.async_save({"w": torch.arange(MIB // 2)}, f"{old}/other", options=other)  # 14 s
+    try:
+        with stopped(object_proxy), pytest.raises(StorageError) as caught:
+            CALLS["load"](old)
+        assert not handle.done()
+        assert_unanswered(caught.value, old, "load_timeout_s")
+        handle.result()
+    finally:
+        link.close()
     assert_works(old)
 
 

@@ -83,21 +83,52 @@ def test_who_would_wait_in_vain_goes_on() -> None:
     window.take(8 * MIB, lambda: True)
 
 
-def test_bytes_move_where_a_connection_that_was_there_has_carried_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks: list[dict[str, int]] = [
-        {"a": 100},
-        {"a": 100, "b": 5000},  # a new connection: the kernel takes its first bytes
-        {"a": 100, "b": 5000},
-        {"b": 5001},
-    ]
+def _seen(
+    monkeypatch: pytest.MonkeyPatch, looks: list[dict[str, tuple[int, int]]]
+) -> list[tuple[bool, bool]]:
+    """Returns for each look at such counts whether bytes move, and those of a listing."""
     monkeypatch.setattr(object_link, "_SAMPLE_S", 0.0)
     left = iter(looks)
-    monkeypatch.setattr(object_link, "_counts_of_sockets", lambda: next(left))
-    link = Link()
-    found = [link.moved_at() for _ in looks]
-    assert found[:3] == [0.0, 0.0, 0.0] and found[3] > 0
+    monkeypatch.setattr(object_link, "_counts_of_sockets", lambda _: next(left))
+    link, found = Link(), []
+    for _ in looks:
+        link._moved_at = link._listed_at = 0.0
+        link._look()
+        found.append((link._moved_at > 0, link._listed_at > 0))
+    return found
+
+
+def test_bytes_move_where_a_connection_that_was_there_has_carried_more_in_two_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [
+        {"a": (100, 0)},
+        {"a": (100, 0), "b": (5000, 0)},  # a new connection: the kernel takes its first bytes
+        {"a": (100, 0), "b": (5000, 0)},
+        {"b": (5001, 0)},
+        {"b": (5001, 0)},
+        {"b": (5002, 0)},
+        {"b": (5002, 7)},
+        {"b": (5002, 8)},
+    ]
+    moves = [move for move, _ in _seen(monkeypatch, looks)]
+    assert moves == [False, False, False, False, False, True, False, True]
+
+
+def test_small_requests_prove_nothing_of_one_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a look falls between question and answer, or not."""
+    counts = [(500, 900), (1000, 1800), (1500, 1800), (1500, 2700), (2000, 2700), (2500, 3600)]
+    seen = _seen(monkeypatch, [{"a": count} for count in counts])
+    assert not any(moves or lists for moves, lists in seen)
+
+
+def test_pages_of_a_long_listing_are_progress_of_a_listing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = [{"a": (500 * number, 300_000 * number)} for number in range(4)]
+    assert _seen(monkeypatch, looks) == [(False, False), *[(False, True)] * 3]
 
 
 def test_look_at_the_sockets_of_a_process_without_a_free_descriptor_finds_none() -> None:
@@ -109,3 +140,16 @@ def test_look_at_the_sockets_of_a_process_without_a_free_descriptor_finds_none()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found == 0.0
+
+
+@pytest.mark.parametrize(("host", "is_passed"), [("127.0.0.2", True), ("127.0.0.1", False)])
+def test_sockets_of_another_store_are_passed_over_where_its_address_is_another_one(
+    host: str, *, is_passed: bool
+) -> None:
+    own, unasked = Link("http://127.0.0.1:9000"), Link("http://127.0.0.3:9000")
+    other = Link(f"http://{host}:9000")
+    assert own._other_peers() == set()  # not known yet
+    own.find_peer()
+    other.find_peer()
+    assert ((host, 9000) in own._other_peers()) == is_passed
+    assert unasked._other_peers() == set() and ("127.0.0.1", 9000) not in own._other_peers()

@@ -80,6 +80,11 @@ def settings_of(scheme: str) -> list[tuple[str, str]]:
     return sorted(item for item in os.environ.items() if item[0].startswith(begins))
 
 
+def endpoint_of(scheme: str, endpoint: str | None) -> str:
+    """Returns the URL of a store's endpoint, "" where neither a caller nor a variable gives it."""
+    return endpoint or next(filter(None, map(os.environ.get, SERVICES[scheme].endpoints)), "")
+
+
 def opened(
     scheme: str, name: str, endpoint: str | None, client: dict[str, str], more: dict[str, Any]
 ) -> Any:

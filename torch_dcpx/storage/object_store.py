@@ -29,6 +29,7 @@ from torch_dcpx.storage.object_link import Link
 from torch_dcpx.storage.object_listing import Listing, listing_of, tag_of
 from torch_dcpx.storage.object_services import (
     SERVICES,
+    endpoint_of,
     import_obstore,
     opened,
     settings_of,
@@ -103,7 +104,7 @@ class Bucket:
         with self.errors("open", ""):
             self.store = self._deleter = opened(scheme, name, endpoint, _MOVING, _CLIENT)
         self._conditions = Conditions(self, self._service.unknown_tag)
-        self.link = Link()
+        self.link = Link(endpoint_of(scheme, endpoint))
 
     @cached_property
     def uploader(self) -> Any:
@@ -167,7 +168,13 @@ class Bucket:
     def _answered(self, verb: str, key: str, call: Callable[[], _T]) -> _T:
         """Returns what a request returns, within the bound of the operation that runs here."""
         url = self.url(key)
-        return answered(call, f"{verb} '{url}'", url, moved_at=self.link.moved_at)
+        moved_at = self.link.listed_at if verb == "list" else self.link.moved_at
+
+        def made() -> _T:
+            self.link.find_peer()  # within the bound
+            return call()
+
+        return answered(made, f"{verb} '{url}'", url, moved_at=moved_at)
 
     def get(self, key: str) -> StoredObject:
         """Returns a whole object; one of more than WHOLE_BYTES without its body."""
