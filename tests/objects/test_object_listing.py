@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import urllib.error
@@ -183,6 +184,36 @@ def test_refusal_of_a_listing_that_is_cut_is_an_error_of_the_store(
     key = _bucket(object_prefix)[1]
     with retries(0), pytest.raises(StorageError, match=words):
         _bucket(object_prefix)[0].listing(key)
+
+
+@s3_alone
+def test_page_that_is_no_listing_is_not_an_empty_one(
+    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+) -> None:
+    """obstore takes any XML for a listing, such as the page of a proxy with status 200."""
+    object_server.put(f"{object_prefix}/a", b"")
+    bucket, key = _bucket(object_prefix)
+    object_proxy.fail("list", "200")
+    assert list(bucket.listing(key).objects) == ["a"]
+    object_proxy.fail("list", "200", times=None)
+    with pytest.raises(StorageError, match=r"list 's3://.*the answer is no listing: <Error>") as e:
+        bucket.listing(key)
+    assert e.value.errno == errno.EIO
+    with pytest.raises(StorageError, match="no listing"):
+        manager_of(object_prefix, allow_fresh=True).resume(state={})
+    with pytest.raises(StorageError, match="no listing"):
+        manager_of(object_prefix).tags()
+
+
+@s3_alone
+@pytest.mark.parametrize("how", ["403", "500", "reset"])
+def test_empty_listing_is_believed_where_the_second_request_has_no_answer(
+    object_prefix: str, object_proxy: FaultProxy, how: str
+) -> None:
+    bucket, key = _bucket(object_prefix)
+    object_proxy.fail("list", how, times=None, skip=1)
+    assert bucket.listing(key) == Listing({}, [])
+    assert object_proxy.count("list") == 2
 
 
 @s3_alone

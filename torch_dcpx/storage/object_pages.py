@@ -1,4 +1,4 @@
-"""Lists what lies beneath a prefix where obstore refuses to; imported only there.
+"""Lists what lies beneath a prefix where obstore refuses to, or finds nothing; imported only there.
 
 obstore drops a page of a listing for one key in it with an empty part, ".", ".." or a control
 character (`aws s3 cp x s3://bucket/root//`). No name of ours is one. Such a page is asked for again
@@ -16,6 +16,7 @@ import errno
 import hashlib
 import hmac
 import importlib
+import logging
 import os
 import re
 import time
@@ -36,6 +37,8 @@ from torch_dcpx.storage.object_services import SERVICES, opened
 if TYPE_CHECKING:
     from torch_dcpx.storage.object_store import Bucket
 
+logger = logging.getLogger("torch_dcpx")
+
 _VALID = timedelta(minutes=15)  # of a signature
 _TIMEOUT_S = 30.0  # as obstore's
 _AZURE_VERSION = "2023-11-03"
@@ -55,6 +58,23 @@ def listed(bucket: Bucket, prefix: str) -> Listing:
         return _listed(bucket, f"{prefix}/" if prefix else "")
     except ValueError as error:  # a size or a date that is none
         raise _generic(f"the answer is no listing: {error}") from None
+
+
+def or_listed(bucket: Bucket, prefix: str, empty: Listing) -> Listing:
+    """Returns what lies beneath a prefix where obstore has found nothing: it takes any XML for a
+    listing, and a page of a proxy for an empty one. Where this module gets no answer, that stands.
+
+    Raises StorageError, EIO: the answer is no listing.
+    """
+    try:
+        return listed(bucket, prefix)
+    except StorageError as error:
+        if error.errno == errno.EIO:
+            raise
+        logger.debug("an empty listing is believed: %s", error)
+    except importlib.import_module("obstore.exceptions").BaseError as error:
+        logger.debug("an empty listing of '%s' is believed: %s", bucket.url(prefix), type(error))
+    return empty
 
 
 def _listed(bucket: Bucket, begin: str) -> Listing:
@@ -96,6 +116,7 @@ def _s3_pages(bucket: Bucket, begin: str) -> Iterator[_Entry]:
         else:
             more = {"virtual_hosted_style_request": True}  # takes the endpoint as the bucket's
             page = _page(bucket, _signed(bucket, endpoint, "", more))
+        _check(bucket, begin, page, "ListBucketResult")
         is_encoded = page.findtext("{*}EncodingType") == "url"
         for one in page.iterfind("{*}CommonPrefixes"):
             yield _decoded(one.findtext("{*}Prefix"), is_encoded), None
@@ -129,6 +150,7 @@ def _azure_pages(bucket: Bucket, begin: str) -> Iterator[_Entry]:
         signature, token = _azure_signature(bucket, account)
         target = f"{place}/{bucket.name}?{urlencode(query, quote_via=quote)}{signature}"
         page = _page(bucket, target, token)
+        _check(bucket, begin, page, "EnumerationResults")
         for one in page.iterfind("Blobs/BlobPrefix"):
             yield one.findtext("Name", ""), None
         for one in page.iterfind("Blobs/Blob"):
@@ -197,6 +219,15 @@ def _words(error: urllib.error.HTTPError) -> bytes:
         return cut.partial
     except (OSError, HTTPException):
         return b""
+
+
+def _check(bucket: Bucket, begin: str, page: ET.Element, wanted: str) -> None:
+    """Raises StorageError, EIO: an answer is no listing, as the page of a proxy with status 200."""
+    found = page.tag.rpartition("}")[2]
+    if found != wanted:
+        url = bucket.url(begin)
+        text = f"list '{url}': the answer is no listing: <{found:.40}> in place of <{wanted}>"
+        raise StorageError(text, errno=errno.EIO, path=url)
 
 
 def _generic(text: str) -> Exception:

@@ -348,7 +348,12 @@ class Bucket:
                 from torch_dcpx.storage.object_pages import listed  # loads urllib and an XML parser
 
                 return listed(self, prefix)
-            return listing_of(found, prefix, self.url)
+            own = listing_of(found, prefix, self.url)
+            if found["objects"] or found["common_prefixes"]:
+                return own
+            from torch_dcpx.storage.object_pages import or_listed
+
+            return or_listed(self, prefix, own)
 
         return self._repeated("list", prefix, call)
 
