@@ -34,6 +34,24 @@ def test_training_does_not_begin_anew_where_a_commit_has_left_a_trace(
     assert "allow_older=True: a fresh start" in caplog.text
 
 
+def test_training_does_not_begin_anew_where_a_pointer_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(manager_of(tmp_path), 3)
+    shutil.rmtree(tmp_path / "step-3")
+    (tmp_path / "newest").write_bytes(b"<html>sign in</html>")
+    for more in ({}, {"allow_fresh": True}, {"allow_older": True}):
+        with pytest.raises(
+            StorageError, match=r"'newest' is there and of no use.*allow_older"
+        ) as e:
+            manager_of(tmp_path, **more).resume()
+        assert e.value.errno == errno.EIO and e.value.path == str(tmp_path / "newest")
+    assert manager_of(tmp_path, allow_fresh=True, allow_older=True).resume().is_fresh
+    assert "allow_older=True: a fresh start" in caplog.text
+    save_steps(manager_of(tmp_path), 4)
+    assert manager_of(tmp_path).resume().tag == "step-4"
+
+
 def test_newest_that_has_only_its_lock_file_left_is_not_passed_over(tmp_path: Path) -> None:
     save_steps(manager_of(tmp_path), 2, 3)
     (tmp_path / "newest").unlink()

@@ -325,6 +325,15 @@ def test_newest_that_does_not_answer_is_not_passed_over(root: Root, kind: str, h
     root.assert_resumes(3)
 
 
+def test_training_does_not_begin_anew_where_the_pointer_has_no_tag(root: Root) -> None:
+    """As of a proxy that answers by a page of its own, with status 200, for this object alone."""
+    root.reset({"newest": root.base()["newest"]})
+    root.proxy.fail("get_object", "200", times=None, key="/newest")
+    for more in ({}, {"allow_fresh": True}):
+        with pytest.raises(StorageError, match=r"newest' is there and of no use.*no ETag"):
+            manager_of(root.url, **more).resume(state={})
+
+
 @pytest.mark.parametrize(("lost", "is_told"), [(1, False), (2, False), (3, True)])
 def test_record_of_a_root_is_put_again_where_the_connection_was_lost(
     root: Root, monkeypatch: pytest.MonkeyPatch, lost: int, *, is_told: bool

@@ -52,9 +52,12 @@ def check_found(
         return  # the damage is the error
     problem = _silent(root, chosen, passed)
     problem = problem or _lost(root, chosen, dict(skipped), passed, allow_fresh=allow_fresh)
+    is_allowed = root.allow_older
+    if problem is None and chosen is None and (allow_fresh or not skipped):  # else these are told
+        problem, is_allowed = _unread(root), root.allow_older and allow_fresh
     if problem is None:
         return
-    if not root.allow_older:
+    if not is_allowed:
         raise problem
     taken = "a fresh start" if chosen is None else f"'{chosen.tag}' is taken"
     logger.warning("allow_older=True: %s: %s", taken, problem)
@@ -131,6 +134,19 @@ def check_none_silent(root: ManagerRoot, kept: str, skipped: Skipped) -> None:
         text += f"does not answer: {dict(skipped)[tag]}; nothing was removed"
         path = str(root.path / tag / METADATA_NAME)
         raise StorageError(text, errno=error.errno if error else errno.ENOENT, path=path)
+
+
+def _unread(root: ManagerRoot) -> StorageError | None:
+    """Returns the error of a pointer that is there and cannot be read: it names some commit."""
+    if not root.unread:
+        return None
+    return StorageError(
+        f"resume from '{root.path}': '{POINTER_NAME}' is there and of no use, and no checkpoint is "
+        f"found: {root.unread}; CheckpointManager(..., allow_older=True, allow_fresh=True) starts "
+        "anew all the same",
+        errno=errno.EIO,
+        path=str(root.path / POINTER_NAME),
+    )
 
 
 def is_apart(root: ManagerRoot) -> bool:

@@ -56,7 +56,7 @@ class ManagerRoot:
         self.patience_s = patience_s
         self.allow_older = False  # whether a known commit that is not found is passed over
         self.known = Pointer()  # the last commit that this process has made, or read of
-        self.has_pointer = False  # as far as the last look has seen
+        self.has_pointer, self.unread = False, ""  # as the last look saw; why it was of no use
         self.silent: dict[str, StorageError] = {}  # by tag: what did not answer the last look
         self._commits = Guard()  # one at a time: the pointer follows each
         # Of the pointer and its order alone: a removal must not wait for a thread whose signal's
@@ -180,13 +180,13 @@ class ManagerRoot:
         Without a pointer nobody knows whose the checkpoints are: retention leaves them alone.
         """
         try:
-            pointer = self.files.read()
+            pointer, self.unread = self.files.read(), ""
         except DcpxError as error:
             is_no_root = isinstance(error, StorageError) and error.errno == errno.ENOTDIR
             if is_no_root or (self.files.is_unanswered(error) and not self.allow_older):
                 raise
             logger.warning("the pointer to the newest checkpoint is of no use: %s", error)
-            pointer = None
+            pointer, self.unread = None, str(error)
         self.has_pointer = pointer is not None
         pointer = pointer or Pointer()
         root = identity_of(self.path)
