@@ -60,12 +60,15 @@ def listed(bucket: Bucket, prefix: str) -> Listing:
         raise _generic(f"the answer is no listing: {error}") from None
 
 
-def or_listed(bucket: Bucket, prefix: str, empty: Listing) -> Listing:
-    """Returns what lies beneath a prefix where obstore has found nothing: it takes any XML for a
-    listing, and a page of a proxy for an empty one. Where this module gets no answer, that stands.
+def listed_anew(bucket: Bucket, prefix: str, empty: Listing | None) -> Listing:
+    """Returns what lies beneath a prefix where obstore refuses it, or has found nothing (`empty`):
+    it takes any XML for a listing, and a page of a proxy for an empty one. Where this module gets
+    no answer, that stands.
 
-    Raises StorageError, EIO: the answer is no listing.
+    Raises: as `listed`; StorageError, EIO: the answer is no listing.
     """
+    if empty is None:
+        return listed(bucket, prefix)
     try:
         return listed(bucket, prefix)
     except StorageError as error:

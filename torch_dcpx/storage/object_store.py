@@ -2,8 +2,7 @@
 
 obstore signs, and retries with backoff (10 times, in 3 minutes at most) what did not move for 30 s.
 Its calls take no signal and know no deadline of ours: they run on threads of `_answers`; uploads of
-large objects, in `object_stream`, can be ended. Payloads are not signed: it takes two thirds of the
-speed, and every block has a checksum of ours.
+large objects, in `object_stream`, can be ended. Payloads are not signed: that takes time, and each block has a sum.
 """
 
 from __future__ import annotations
@@ -270,9 +269,8 @@ class Bucket:
                 with self.errors("get", key):
                     self._answered("get", key, lambda: self._obstore.get(self.store, key))
             except StorageError as told:
-                if told.errno not in (errno.ENOENT, errno.ETIMEDOUT):
-                    raise told from None
-            raise
+                error = error if told.errno in (errno.ENOENT, errno.ETIMEDOUT) else told
+            raise error from None
 
     def put(self, key: str, pieces: Iterable[Any]) -> None:
         """Puts an object by one request."""
@@ -342,18 +340,15 @@ class Bucket:
         """Returns what lies directly beneath a prefix."""
 
         def call() -> Listing:
-            try:
+            own = None
+            with contextlib.suppress(self._obstore.exceptions.InvalidPathError):
                 found = self._obstore.list_with_delimiter(self.store, prefix or None)
-            except self._obstore.exceptions.InvalidPathError:
-                from torch_dcpx.storage.object_pages import listed  # loads urllib and an XML parser
+                own = listing_of(found, prefix, self.url)
+                if found["objects"] or found["common_prefixes"]:
+                    return own
+            from torch_dcpx.storage import object_pages  # loads urllib and an XML parser
 
-                return listed(self, prefix)
-            own = listing_of(found, prefix, self.url)
-            if found["objects"] or found["common_prefixes"]:
-                return own
-            from torch_dcpx.storage.object_pages import or_listed
-
-            return or_listed(self, prefix, own)
+            return object_pages.listed_anew(self, prefix, own)
 
         return self._repeated("list", prefix, call)
 
@@ -400,7 +395,6 @@ class Bucket:
 _CLIENT: dict[str, Any] = {}  # more arguments of obstore's class
 # Settings of its client. What is received is ended when nothing comes for so long. That would end
 # an upload that takes longer than it, also while it moves: there the kernel ends a connection whose
-# bytes nobody acknowledges for 30 s, and our bound one to a store that has them and is silent. What
-# is under way at first may take hours: no bound on a whole request is for a link that moves.
+# bytes nobody acknowledges for 30 s, and our bound one to a store that has them and is silent.
 _MOVING = {"timeout": "1 day", "read_timeout": "30s"}
 _SENDING = {"timeout": "1 day"}
