@@ -2,7 +2,7 @@
 
 obstore signs, and retries with backoff (10 times, in 3 minutes at most) what did not move for 30 s.
 Its calls take no signal and know no deadline of ours: they run on threads of `_answers`; uploads of
-large objects, in `object_stream`, can be ended. Payloads are not signed: that takes time, and each block has a sum.
+large objects, in `object_stream`, can be ended. Payloads are not signed: each block has a sum.
 """
 
 from __future__ import annotations
