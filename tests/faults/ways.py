@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,12 @@ def _dcp_async_save(state: Any, path: Any, options: WriteOptions | None) -> None
     future: Any = dcp.async_save(
         state, storage_writer=DcpxWriter(path, options=options), no_dist=True
     )
-    future.result(seconds(60))
+    end = time.monotonic() + seconds(60)
+    # Not in one wait: CPython 3.11's traced thread spins while a signal that came just before the
+    # wait is not handled.
+    while not future.done() and time.monotonic() < end:
+        time.sleep(0.02)
+    future.result(0)
 
 
 SAVES: dict[str, Callable[[Any, Any, WriteOptions | None], None]] = {
