@@ -12,6 +12,7 @@
 #   SHARD=K/N   the K-th of N parts of `make test-all` (all of it)
 #   PYTEST_ARGS more arguments for pytest, for example PYTEST_ARGS="-k footer -x"; "-n0 -s" runs the
 #               tests in one process that prints
+#   COSTS_ARGS, MUTANTS_ARGS    those of tests/support/costs.py and tests/mutants/hunt.py
 #   BENCH_ARGS  more arguments for save.py, for example BENCH_ARGS="--cases 64mib --ranks 1 2"
 #   LOAD_ARGS   more arguments for load.py, for example LOAD_ARGS="--cases rows columns"
 #   DCPX_WERROR=1, DCPX_SANITIZE=address|thread, DCPX_CUDA=auto|0|1, MAX_JOBS=N: see setup.py
@@ -30,6 +31,8 @@ SHARD ?=
 WHEEL_VENV := .venv-wheels
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+COSTS_ARGS ?=
+MUTANTS_ARGS ?=
 LOAD_ARGS ?=
 WHEEL ?=
 WHEEL_ARGS ?=
@@ -75,12 +78,14 @@ MERMAID := build/mermaid/mermaid.min.js
 MERMAID_VERSION := 11.17.2
 MERMAID_SHA256 := 6ad2f42c3fc26bbf9e45cbb6d11898972573ea52b33a5f4ff51952899f950ffd
 
-.PHONY: help demo docs reference test test-all durations test-cpp test-torch test-frameworks test-azure test-pages test-dfs rehearse-gpu azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
+.PHONY: help demo docs reference test test-all costs mutants durations test-cpp test-torch test-frameworks test-azure test-pages test-dfs rehearse-gpu azurite lint lint-python lint-cpp tidy wheel wheels build bench clean
 
 help:
 	@echo "make demo                    the main job: train, save, kill, resume, read with stock DCP"
 	@echo "make test                    the tests, no root needed"
 	@echo "make test-all                all tests, slow ones and those that need root; no skips"
+	@echo "make costs                   where the seconds of make test are (COSTS_ARGS='--by file')"
+	@echo "make mutants                 edits of the product, and which test finds each (hours)"
 	@echo "make test-azure              the tests of stores on Azurite (build/azurite; by npm)"
 	@echo "make test-cpp                the C++ tests under sanitizers"
 	@echo "make test-torch TORCH=2.15.0 the wheel's tests under another torch"
@@ -103,6 +108,14 @@ test: build $(FAKE_CUDA)
 test-all: build $(FAKE_CUDA) $(AZURITE)
 	$(DISK_TOOLS)
 	DCPX_STRICT=1 $(PYTEST) --everything $(addprefix --shard=,$(SHARD)) $(PYTEST_ARGS)
+
+# What the tests spend, by folder: CPU and wall, on imports of torch, compiling, fsync, sleeps.
+costs: build $(FAKE_CUDA)
+	$(PY) tests/support/costs.py $(COSTS_ARGS) $(TEST_JOBS) $(PYTEST_ARGS)
+
+# Which test finds each edit of tests/mutants/list.jsonl: hours (docs/develop).
+mutants: build $(FAKE_CUDA)
+	$(PY) tests/mutants/hunt.py --jobs $(JOBS) $(MUTANTS_ARGS)
 
 # The seconds of each slow test on this machine, which is to be idle and of the slower kind.
 durations:

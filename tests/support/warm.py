@@ -83,6 +83,10 @@ class WarmParent:
                 pass_fds=[theirs.fileno()],
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def hear(self, timeout_s: float) -> None:
         """Notes what the parent says within this time."""
         while select.select([self._socket], [], [], timeout_s)[0]:
