@@ -34,6 +34,22 @@ SEES = {
     "torch_dcpx/manager": "manager faults integrations objects cli",
     "torch_dcpx/storage": "storage objects writer faults manager base checkpoint",
     "torch_dcpx/integrity": "integrity faults cli artifacts objects",
+    "torch_dcpx/artifacts": "artifacts objects contracts cli faults integrity",
+    "torch_dcpx/checkpoint": "checkpoint ranks faults hook manager objects",
+    "torch_dcpx/cli": "cli views integrity artifacts hook manager",
+    "torch_dcpx/hook": "hook cli checkpoint manager",
+    "torch_dcpx/integrations": "integrations manager hook",
+    "torch_dcpx/keys": "keys artifacts checkpoint reader manager",
+    "torch_dcpx/metadata": "metadata reader writer views integrity interop",
+    "torch_dcpx/planners": "planners checkpoint writer ranks interop",
+    "torch_dcpx/staging": "staging checkpoint writer faults manager",
+    "torch_dcpx/tensors": "tensors writer reader interop staging",
+    "torch_dcpx/unpickle": "unpickle metadata reader artifacts faults",
+    "torch_dcpx/views": "views cli integrity artifacts",
+    "torch_dcpx": "base checkpoint cli house writer reader manager",
+    "csrc/bind": "native staging tensors writer reader metadata",
+    "csrc/common": "native staging writer storage unpickle",
+    "csrc/device": "native fake_cuda writer reader staging checkpoint",
     "csrc/plan": "native planners ranks reader writer staging views",
     "csrc/dcp": "planners ranks metadata writer reader native",
     "csrc/engine": "native writer reader integrity storage staging objects faults",
@@ -100,15 +116,15 @@ class Tree:
 
 def order(mutant: dict[str, Any], tree: Path, is_all: bool) -> list[list[str]]:
     """Returns sets of arguments for pytest, one after the other."""
-    room = "/".join(mutant["file"].split("/")[:2])
+    room = "/".join(mutant["file"].split("/")[:-1][:2])
     stem = Path(mutant["file"]).stem
     named = re.compile(rf"\b_?{re.escape(stem)}\b")
     sets, known = [], mutant.get("by", "nobody")
     if known != "nobody" and (tree / known.partition("::")[0]).exists():
         sets.append([known])
-    folders = SEES[room].split() if room in SEES else []
+    folders = SEES[room].split()
     for number, folder in enumerate(folders):
-        files = sorted((tree / "tests" / folder).glob("test_*.py"))
+        files = sorted((tree / "tests" / folder).glob("test_*.py"))  # none where it is not there
         near = [file for file in files if named.search(file.read_text()) or stem in file.stem]
         if number < 3:
             sets.append([str(file.relative_to(tree)) for file in near])
