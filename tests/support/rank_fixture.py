@@ -14,20 +14,26 @@ ranks, or leave something behind (hooks, patches, groups).
     lost = ranks(3, anew=True).start(one_rank_is_killed, tmp_path)   # a handle, for such tests
     lost.processes[1].kill()
     lost.wait(ended={1: -signal.SIGKILL})                            # the others return
+
+A function that raises SystemExit ends its rank as Python does.
+
+`ranks(2, library=shim)` starts fresh processes that are behind the shim (call_shim).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from support.call_shim import preloaded
 from support.machine import seconds
 from support.rank_process import OWN
 from support.warm import WarmProcess, warm_parent
@@ -48,17 +54,21 @@ class Handle:
         self.processes = ranks.processes
 
     def wait(
-        self, deadline_s: float | None = None, ended: Mapping[int, int] | None = None
+        self,
+        deadline_s: float | None = None,
+        ended: Mapping[int, int] | None = None,
+        but: Container[int] = (),
     ) -> list[Any]:
         """Returns what the function returned on each rank, None for one that ended.
 
         Args:
             deadline_s: seconds that all ranks have; None: 900, a slow machine's more.
             ended: ranks that end, with their exit status.
+            but: ranks that are not waited for: None is returned.
         """
         give_up_at = time.monotonic() + (deadline_s or seconds(_DEADLINE_S))
         wanted, why = dict(ended or {}), ""
-        found: dict[int, Any] = {}
+        found: dict[int, Any] = {r: None for r in range(len(self.processes)) if r in but}
         while not why and len(found) < len(self.processes):
             warm_parent().hear(0.002 if time.monotonic() < self._ranks.asked_at + 1 else 0.05)
             if time.monotonic() > give_up_at:
@@ -85,13 +95,13 @@ class Handle:
 class Ranks:
     """Processes of one group, which wait for functions to call."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, library: Path | None = None) -> None:
         import torch.distributed as dist
 
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._printed = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.calls, self.asked_at, self.is_open = 0, 0.0, True
-        self.processes: list[WarmProcess] = []
+        self.processes: list[WarmProcess | subprocess.Popen[str]] = []
         for rank in range(count):
             environment = {
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port),
@@ -100,8 +110,16 @@ class Ranks:
                 "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             assert environment.keys() == OWN
-            out, given = self._printed, {**os.environ, **environment}
-            self.processes.append(warm_parent().start([str(_PROCESS)], out, out, env=given))
+            out, command = self._printed, [str(_PROCESS)]
+            if library is not None:
+                given = {**preloaded(library), **environment}
+                fresh = subprocess.Popen(
+                    [sys.executable, *command], stdout=out, stderr=out, env=given, text=True
+                )
+                self.processes.append(fresh)
+                continue
+            given = {**os.environ, **environment}
+            self.processes.append(warm_parent().start(command, out, out, env=given))
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Handle:
         """Calls a function of a module on each rank; returns at once."""
@@ -141,7 +159,7 @@ class Ranks:
 
 
 class StartRanks(Protocol):
-    def __call__(self, count: int, *, anew: bool = False) -> Ranks: ...
+    def __call__(self, count: int, *, anew: bool = False, library: Path | None = None) -> Ranks: ...
 
 
 @pytest.fixture(scope="module")
@@ -157,9 +175,9 @@ def ranks(_kept_ranks: dict[int, Ranks]) -> Iterator[StartRanks]:
     """Starts ranks, or takes the module's; this module's docstring has the rules."""
     own: list[Ranks] = []
 
-    def of(count: int, *, anew: bool = False) -> Ranks:
-        if anew:
-            own.append(Ranks(count))
+    def of(count: int, *, anew: bool = False, library: Path | None = None) -> Ranks:
+        if anew or library is not None:
+            own.append(Ranks(count, library))
             return own[-1]
         if count not in _kept_ranks or not _kept_ranks[count].is_open:
             _kept_ranks[count] = Ranks(count)

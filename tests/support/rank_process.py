@@ -49,6 +49,8 @@ def serve() -> None:
             break
         try:
             answer = pickle.dumps((True, _called(call)))
+        except SystemExit:
+            raise
         except BaseException:  # noqa: BLE001  (the test fails with it)
             answer = pickle.dumps((False, traceback.format_exc()))
         sys.stdout.flush()
