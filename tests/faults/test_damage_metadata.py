@@ -49,20 +49,15 @@ def parts(path: Path) -> tuple[int, int]:
     return fields[3], fields[4]
 
 
-@pytest.mark.parametrize("part", ["pickle", "columns", "magic", "tail"])
-def test_flipped_byte_of_metadata_is_a_corruption_error_of_that_part(ckpt: Path, part: str) -> None:
+def test_flipped_byte_of_metadata_is_a_corruption_error_of_that_part(ckpt: Path) -> None:
     path = ckpt / ".metadata"
     pickle_bytes, body_bytes = parts(path)
-    offset = {
-        "pickle": pickle_bytes // 2,
-        "columns": pickle_bytes + body_bytes // 2,
-        "magic": pickle_bytes + body_bytes,
-        "tail": pickle_bytes + body_bytes + 20,
-    }[part]
-    with flipped(path, offset), raises_one(CorruptionError) as raised:
-        load(state_of(), ckpt)
-    assert raised.error.path == str(path)
-    assert raised.error.offset <= offset < raised.error.offset + raised.error.nbytes
+    tail_at = pickle_bytes + body_bytes
+    for offset in (pickle_bytes // 2, pickle_bytes + body_bytes // 2, tail_at, tail_at + 20):
+        with flipped(path, offset), raises_one(CorruptionError) as raised:
+            load(state_of(), ckpt)
+        assert raised.error.path == str(path), offset
+        assert raised.error.offset <= offset < raised.error.offset + raised.error.nbytes
     assert_same(state_of(), load(state_of(), ckpt))
 
 
@@ -184,7 +179,7 @@ def test_stock_checkpoint_cut_anywhere_gives_typed_errors(tmp_path: Path) -> Non
     for name in ("__0_0.distcp", ".metadata"):
         path = tmp_path / name
         whole = path.read_bytes()
-        step = max(1, len(whole) // 40)
+        step = max(1, len(whole) // 20)
         for nbytes in [*range(0, len(whole), step), len(whole) - 1]:
             path.write_bytes(whole[:nbytes])
             with pytest.raises(CheckpointException) as caught:
@@ -205,39 +200,29 @@ def test_missing_file_of_a_stock_checkpoint_is_a_storage_error(tmp_path: Path) -
     assert raised.error.path == str(tmp_path / "__0_0.distcp")
 
 
-def tensors_of_stock() -> dict[str, Any]:
-    conjugate = torch.randn(9, dtype=torch.complex64).conj()
-    return {"plain": torch.arange(200), "only torch reads it": conjugate}
-
-
 @pytest.mark.parametrize(
-    ("name", "mask"),
-    [
-        ("plain", 0x01),
-        ("plain", 0x80),  # names of records that are no UTF-8
-        ("only torch reads it", 0x01),
-        ("only torch reads it", 0x80),
-    ],
+    "tensor",
+    [torch.arange(200), torch.randn(9, dtype=torch.complex64).conj()],
+    ids=["plain", "only torch reads it"],
 )
 def test_flipped_byte_of_stock_framing_is_a_typed_error_or_harmless(
-    tmp_path: Path, name: str, mask: int
+    tmp_path: Path, tensor: torch.Tensor, seed: int
 ) -> None:
     """Stock's files hold no checksum of all: what loads may differ, what fails is typed."""
-    state = {name: tensors_of_stock()[name]}
-    save(state, tmp_path, "stock")
+    save({"t": tensor}, tmp_path, "stock")
     path = tmp_path / "__0_0.distcp"
     failed = 0
-    for offset in range(0, path.stat().st_size, 5):
-        target = {name: torch.zeros_like(state[name])}
+    for offset in range(seed % 17, path.stat().st_size, 17):
+        mask = (0x01, 0x80)[offset % 2]  # the high bit: names of records that are no UTF-8
         with flipped(path, offset, mask):
             try:
-                dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
+                load({"t": tensor}, tmp_path)
             except CheckpointException as failure:
                 error = failure.failures[0][0]
                 failed += 1
                 assert type(error) in (CorruptionError, UnsupportedError), (offset, repr(error))
                 assert error.path == str(path), repr(error)
-    assert failed > 50
+    assert failed > 15
 
 
 def test_metadata_that_is_another_object_is_corruption(ckpt: Path) -> None:

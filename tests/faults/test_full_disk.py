@@ -6,23 +6,24 @@ import errno
 import gc
 import os
 import re
+import resource
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import RunPython
+from support.leaks import Held, grown_each_time
 from support.machine import seconds, spread, stride
-from support.saves import assert_loads, assert_whole, files_in, load, save
+from support.saves import assert_loads, assert_whole, files_in, load, raises_one, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import _C, DcpxWriter, StorageError, WriteOptions
 
 DISK_BYTES = 24 << 20
-TESTS = Path(__file__).resolve().parents[1]
 
 
 def state_of(seed: int, nbytes: int = 10 << 20) -> dict[str, Any]:
@@ -138,49 +139,6 @@ def test_every_size_around_the_last_free_byte_is_saved_whole_or_refused_whole(
     print(f"{refused} refused, {saved} saved, 0 bad")
 
 
-LIMITED = """
-import errno, resource, signal, sys
-from pathlib import Path
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from support.saves import assert_loads, assert_whole, files_in, save
-from torch_dcpx import WriteOptions
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-ckpt, direct_io = Path(sys.argv[1]), sys.argv[2] == "direct"
-old, new = {"a": torch.arange(1000)}, {"a": torch.randn(1 << 20), "b": torch.arange(9)}
-save(old, ckpt)
-before = files_in(ckpt)
-unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-for limit in (1 << 20, 64 << 10, 4096, 1):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
-    try:
-        save(new, ckpt, options=WriteOptions(direct_io=direct_io))
-    except CheckpointException as failure:
-        error = failure.failures[0][0]
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    code = errno.errorcode[error.errno]
-    print(limit, type(error).__name__, code, Path(error.path).parent == ckpt)
-    assert files_in(ckpt) == before
-    assert_loads(old, ckpt)
-save(new, ckpt)
-assert_whole(new, ckpt)
-"""
-
-
-@pytest.mark.parametrize("direct_io", ["direct", "buffered"])
-def test_file_size_limit_of_the_process_is_a_storage_error_and_keeps_the_old(
-    tmp_path: Path, run_warm: RunPython, direct_io: str
-) -> None:
-    result = run_warm(
-        f"import sys; sys.path.insert(0, {str(TESTS)!r})\n{LIMITED}",
-        str(tmp_path / "ckpt"),
-        direct_io,
-    )
-    limits = [1 << 20, 64 << 10, 4096, 1]
-    assert result.stdout.splitlines() == [f"{n} StorageError EFBIG True" for n in limits]
-
-
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_error_that_is_kept_keeps_nothing_open(tmp_path: Path, call: str) -> None:
     """So that a file system can be unmounted, or its space used, while somebody has the error."""
@@ -197,3 +155,66 @@ def test_error_that_is_kept_keeps_nothing_open(tmp_path: Path, call: str) -> Non
     ]
     assert [target for target in targets if target.startswith(str(tmp_path))] == []
     assert caught.value.failures
+
+
+# ---- A limit on the size of files, at the data and at the metadata -------------------------------
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Limits what this process may write; Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def many(seed: int) -> dict[str, Any]:
+    return {f"layer{i}": torch.full((3, i), seed) for i in range(200)}
+
+
+def one(seed: int) -> dict[str, Any]:
+    return {"large": torch.full((1 << 20,), seed), "step": seed}
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize(
+    ("made", "nbytes", "kwargs", "failing"),
+    [
+        (one, 1 << 20, {}, "__0_0"),
+        (one, 1 << 20, {"options": WriteOptions(direct_io=False)}, "__0_0"),
+        (one, 1 << 20, {"options": WriteOptions(files_per_rank=2)}, "__0_"),
+        # Files of one item each are small; what names them all is not.
+        (many, 16 << 10, {"single_file_per_rank": False, "sync_files": False}, ".metadata"),
+    ],
+    ids=["one file", "buffered", "two files", "metadata"],
+)
+@grown_each_time
+def test_file_that_may_not_grow_fails_the_save_with_numbers_and_keeps_the_old(
+    tmp_path: Path, made: Any, nbytes: int, kwargs: dict[str, Any], failing: str
+) -> None:
+    save(made(0), tmp_path, **kwargs)
+    before = files_in(tmp_path)
+
+    def fail() -> Any:
+        with files_of_at_most(nbytes), raises_one(StorageError) as raised:
+            save(made(1), tmp_path, **kwargs)
+        # Its traceback holds the frames of the save, and they all that the save had.
+        raised.error.__cause__ = raised.error.__context__ = None
+        return raised.error.with_traceback(None)
+
+    fail()
+    held = Held()
+    error = fail()
+    held.assert_no_file_or_thread_more()
+    held.assert_no_memory_more()
+    assert error.errno == errno.EFBIG
+    assert Path(error.path).name.startswith(failing)
+    assert error.offset is not None
+    assert f"{error.nbytes} B at offset {error.offset} of '{error.path}'" in str(error)
+    assert re.search(rf"\(needed {error.nbytes} B, free \d+ B; .* room for both\)", str(error))
+    assert files_in(tmp_path) == before
+    save(made(2), tmp_path, **kwargs)
+    assert_whole(made(2), tmp_path)

@@ -113,13 +113,6 @@ def test_wanted_elements_that_are_not_stored_once_are_refused_and_nothing_is_tou
     assert_same({"a": torch.zeros_like(OTHER), "w": canaries()}, target)
 
 
-def test_stock_leaves_in_a_hole_what_was_there(ckpt: Path) -> None:
-    edit(ckpt, DAMAGES["chunk left out"][0])
-    target = {"w": canaries()}
-    dcp.load(target, storage_reader=READERS["stock"](ckpt), no_dist=True)
-    assert_same(canaries((4, 5)), target["w"][4:8])
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_chunk_of_the_state_beside_the_damage_loads(ckpt: Path, damage: str) -> None:
     edit(ckpt, DAMAGES[damage][0])

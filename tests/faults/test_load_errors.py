@@ -48,11 +48,6 @@ def raised(kind: type[BaseException], **arguments: Any) -> BaseException:
     return caught.value
 
 
-def test_no_checkpoint_is_said_as_such(tmp_path: Path) -> None:
-    raised(dcpx.NotCommittedError, checkpoint_id=tmp_path)
-    raised(dcpx.NotCommittedError, checkpoint_id=tmp_path / "nowhere")
-
-
 def test_damaged_metadata_is_corruption_even_beside_that_of_a_rank(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
@@ -82,12 +77,6 @@ def test_damaged_data_is_corruption_and_says_what_was_touched(tmp_path: Path) ->
     assert isinstance(error, dcpx.CorruptionError)
     assert (error.fqn, error.path) == ("a", str(file))
     assert set(error.touched or ()) <= set(STATE)
-
-
-def test_a_missing_data_file_is_a_storage_error(tmp_path: Path) -> None:
-    save(STATE, tmp_path)
-    (tmp_path / data_files(tmp_path)[0]).unlink()
-    raised(dcpx.StorageError, checkpoint_id=tmp_path)
 
 
 class Planted:
