@@ -1,33 +1,41 @@
 """One process imports torch once, and each case runs in a child that it forks: nothing that a case
 does to its process (limits, signals, filters of system calls, another directory) outlives it.
 
-A driver calls `alone` before anything else, `in_child` a case, and notes it in a `Table`.
+    def cases(root: Path) -> Rows: ...          # at the top of the test's own module
+    assert_none_bad(run_alone(cases, tmp_path))  # in a process that can fork by `in_child`
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from support.call_shim import preloaded
 from support.machine import seconds
+from support.warm import warm_parent
 
 from torch_dcpx.errors import DcpxError
 
-TESTS = Path(__file__).resolve().parents[1]
+_PATHS = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+_SERVE = f"import sys; sys.path[:0] = {_PATHS}; import forks; forks.serve(sys.argv[1])"
 DEADLINE_S = seconds(60)
+Rows = list[tuple[str, str]]  # cases, and what is bad, or ""
 
 
 class Ended(NamedTuple):
@@ -41,25 +49,23 @@ class Ended(NamedTuple):
         """Whether it was killed at its deadline."""
         return bool(self.said.get("is_hung"))
 
+    def unless(self, is_well: object) -> str:
+        """Returns "" or, for a table, how it ended."""
+        return "" if is_well else str(self)
 
-def alone() -> None:
-    """Makes this a process that can fork: no pool of threads, and nobody reads its warnings.
 
-    A collection in a child would write to all that was imported, and take 0.15 s and more.
-    """
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
+def unwrapped(error: BaseException) -> BaseException:
+    """Returns the error that DCP's CheckpointException is around, or this one."""
+    while getattr(error, "failures", None):
+        error = next(iter(error.failures.values()))[0]  # type: ignore[attr-defined]
+    return error
 
 
 def _said_by(body: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": body()}
-    except BaseException as error:  # noqa: BLE001  (told to the driver)
-        while getattr(error, "failures", None):  # DCP's CheckpointException
-            error = next(iter(error.failures.values()))[0]  # type: ignore[attr-defined]
+    except BaseException as caught:  # noqa: BLE001  (told to the parent)
+        error = unwrapped(caught)
         return {
             "raised": type(error).__name__,
             "is_typed": isinstance(error, DcpxError),
@@ -120,59 +126,64 @@ def _ended(child: int, read_end: int, give_up_at: float) -> Ended:
         return Ended(code, {})
 
 
-class Table:
-    """Cases and what was wrong with them; printed as JSON for the test that started the driver."""
+def run_alone(
+    function: Callable[..., Any],
+    *args: Any,
+    library: Path | None = None,
+    under: Sequence[str] = (),
+    deadline_s: float = 1150,
+) -> Any:
+    """Returns what a function of a module returns in a process of its own, which has one thread.
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, str, str]] = []  # group, case, "" or what is bad
+    The process does not end as Python does, unless the function raises SystemExit.
 
-    def add(self, group: str, case: object, bad: str | None) -> None:
-        self.rows.append((group, str(case), bad or ""))
-
-    def print(self) -> None:
-        sys.stdout.write(json.dumps(self.rows) + "\n")
-        sys.stdout.flush()
-
-
-def table_of(
-    worker: Path, *args: str, timeout_s: float = 1150, environment: dict[str, str] | None = None
-) -> list[tuple[str, str, str]]:
-    """Runs a driver and returns its table; prints how many cases each group has, and how many bad.
-
-    Raises:
-        AssertionError: it failed, or had no case.
+    Args:
+        library: the shim (call_shim) that the process is behind; None: none.
+        under: with a library, the command that starts the process.
     """
-    import torch_dcpx
+    file = sys.modules[function.__module__].__file__
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "call").write_bytes(pickle.dumps((file, function.__name__, args)))
+        command = ["-c", _SERVE, folder]
+        result: subprocess.CompletedProcess[str]
+        if library is None:
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            result = warm_parent().run(command, env=env, timeout_s=seconds(deadline_s))
+        else:
+            env = {**preloaded(library), "OMP_NUM_THREADS": "1"}
+            result = subprocess.run(
+                [*under, sys.executable, *command], env=env, capture_output=True, text=True,
+                timeout=seconds(deadline_s), check=False,
+            )  # fmt: skip
+        said = f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
+        assert result.returncode == 0, f"{function.__name__}: {result.returncode}\n{said}"
+        print(said)
+        return pickle.loads((Path(folder) / "answer").read_bytes())
 
-    root = Path(torch_dcpx.__file__).parents[1]
-    path = f"{TESTS}:{TESTS / 'faults'}:{root}"
-    result = subprocess.run(
-        [sys.executable, str(worker), *args],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=seconds(timeout_s),
-        check=False,
-    )
-    assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
-    return counted(json.loads(result.stdout.splitlines()[-1]))
+
+def serve(folder: str) -> None:
+    """Makes the call. A collection in a child would write to all that was imported: 0.15 s each."""
+    file, name, args = pickle.loads((Path(folder) / "call").read_bytes())
+    sys.path.insert(0, os.path.dirname(file))
+    function = getattr(importlib.import_module(Path(file).stem), name)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    answer, leave = None, os._exit
+    try:
+        answer = function(*args)
+    except SystemExit:
+        leave = sys.exit
+    (Path(folder) / "answer").write_bytes(pickle.dumps(answer))
+    sys.stdout.flush()
+    leave(0)
 
 
-def counted(table: list[list[str]]) -> list[tuple[str, str, str]]:
-    """Prints how many cases each group of a driver's table has, and how many are bad.
-
-    Returns:
-        The rows. Raises AssertionError: there is none.
-    """
-    rows = [(group, case, bad) for group, case, bad in table]
+def assert_none_bad(rows: Rows) -> None:
+    """Asserts that there are cases, and none is bad; prints how many of each kind there are."""
     assert rows
-    for group in dict.fromkeys(group for group, _, _ in rows):
-        bads = [bool(bad) for name, _, bad in rows if name == group]
-        print(f"{group:<40} {len(bads):>4} cases, bad = {sum(bads)}")
-    print(f"{'in all':<40} {len(rows):>4} cases, bad = {sum(bool(bad) for *_, bad in rows)}")
-    return rows
-
-
-def assert_none_bad(rows: list[tuple[str, str, str]]) -> None:
-    bad = [f"{group}, {case}: {text}" for group, case, text in rows if text]
+    bad = [f"{case}: {text}" for case, text in rows if text]
+    print(f"{len(rows)} cases, bad = {len(bad)}")
     assert not bad, "\n\n".join(bad[:20])

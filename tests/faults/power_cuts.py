@@ -1,34 +1,30 @@
 """Cuts the power of a small disk before the calls of a save, and looks at what is there then.
 
-A process of its own, behind the shim (call_shim.py) and in a mount namespace of its own, so that
-nothing stays mounted however it ends. For each point
+A process of its own (`cut`), behind the shim (call_shim.py) and in a mount namespace of its own, so
+that nothing stays mounted however it ends. For each point
 1. the image of a disk that was prepared is copied and mounted;
 2. a child saves, and at the n-th changing call the file system is shut down and the child killed.
    Where no call is the n-th, it is cut right after the save returned;
 3. the disk is unmounted, and mounted again, which replays its journal;
 4. another child loads what is there, by our reader and by stock's, and saves twice more.
 This process itself opens nothing on the disk.
-
-    python power_cuts.py LIBRARY FOLDER FILE_SYSTEM SWEEPS
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
-from forks import alone
-from support.call_shim import Action, Kind, Shim
-from support.machine import seconds
+from forks import in_child, run_alone, unwrapped
+from support.call_shim import Action, Kind, Shim, compiled
+from support.machine import EVERY_POINT, seconds
 from support.saves import READERS, load
 from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,6 +34,9 @@ from torch_dcpx.storage import save_lock as lock
 from torch_dcpx.storage.names import is_metadata_name
 from torch_dcpx.writer.commit import referenced_files
 
+FILE_SYSTEMS = ["ext4", "xfs"]
+MODES = {1: "journal flushed", 2: "journal not flushed"}  # of FS_IOC_SHUTDOWN
+TIMEOUT_S = 3000 if EVERY_POINT else 1150
 MIB = {"ext4": 32, "xfs": 300}  # the least that mkfs.xfs makes; the file is sparse
 MKFS = {"ext4": ["mkfs.ext4", "-q", "-m0"], "xfs": ["mkfs.xfs", "-q"]}
 LEFT_OUT = "no fsync of "
@@ -72,7 +71,7 @@ class Disk:
         if not image.exists():
             self.copy(self.images / "empty", image)
             self.mount(image)
-            in_child(lambda: fill(self.where))
+            told_by(lambda: fill(self.where))
             self.unmount()
         return image
 
@@ -88,28 +87,11 @@ def run(*command: str | Path) -> None:
     subprocess.run(command, check=True, timeout=seconds(60), env=plain)
 
 
-def in_child(act: Callable[[], Any]) -> tuple[int, Any]:
-    """Returns the exit status of a child that ran `act`, and what it returned or told; or None."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        status = 1
-        try:
-            told = act()
-            os.write(writing, json.dumps(told).encode())
-            status = 0
-        except BaseException:  # noqa: BLE001 - told by the status
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        text = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status not in (0, -signal.SIGKILL):
-        raise RuntimeError(f"a child ended with {status}")
-    return status, json.loads(text) if text else None
+def told_by(act: Callable[[], Any], code: int = 0) -> Any:
+    """Returns what `act` returns in a child, which ends with `code`."""
+    ended = in_child(act, seconds(600))
+    assert ended.code == code and ("value" in ended.said or code), ended
+    return ended.said.get("value")
 
 
 # ---- One sweep ----------------------------------------------------------------------------------
@@ -134,7 +116,7 @@ class Sweep:
     def _calls(self) -> list[tuple[str, str]]:
         """Returns what a save that is not cut calls, and on what."""
         self._mount_copy()
-        found = in_child(lambda: (self._save(NEVER), self.shim.calls())[1])[1]
+        found = told_by(lambda: (self._save(NEVER), self.shim.calls())[1])
         self.disk.unmount()
         return [(name, path) for name, path in found]
 
@@ -163,15 +145,14 @@ class Sweep:
         self._mount_copy()
         reading, self.told = os.pipe()
         try:
-            status, _ = in_child(lambda: self._save_and_cut(nth))
+            told_by(lambda: self._save_and_cut(nth), -signal.SIGKILL)
         finally:
             os.close(self.told)
             has_returned = os.read(reading, 1) == b"1"
             os.close(reading)
-        assert status == -signal.SIGKILL, status
         self.disk.unmount()
         self.disk.mount(self.disk.images / "now")
-        found = in_child(lambda: found_in(self.ckpt, is_local=self.scenario.is_local))[1]
+        found = told_by(lambda: found_in(self.ckpt, is_local=self.scenario.is_local))
         self.disk.unmount()
         return has_returned, found
 
@@ -233,8 +214,7 @@ def assert_no_leftovers(ckpt: Path) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    for failure in getattr(error, "failures", {}).values():
-        error = failure[0]
+    error = unwrapped(error)
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
 
 
@@ -261,10 +241,8 @@ def sweep(shim: Shim, disk: Disk, asked: dict[str, Any]) -> dict[str, Any]:
     return {**asked, "points": points}
 
 
-def main() -> None:
-    library, folder, kind, text = sys.argv[1:]
-    alone()
-    warm = Path(folder) / "warm"
+def sweeps_of(library: Path, folder: Path, kind: str, sweeps: list[Any]) -> list[Any]:
+    warm = folder / "warm"
     for number, scenario in enumerate(SCENARIOS.values()):  # imports what is imported late
         ckpt = warm / str(number) / "a" / "b" / "ckpt"
         ckpt.parents[2].mkdir(parents=True)
@@ -272,10 +250,28 @@ def main() -> None:
         scenario.save(ckpt)
         loaded_from(ckpt)
     shutil.rmtree(warm)
-    shim, disk = Shim(library), Disk(Path(folder), kind)
-    for asked in json.loads(text):
-        print(json.dumps(sweep(shim, disk, asked)), flush=True)
+    shim, disk = Shim(library), Disk(folder, kind)
+    return [sweep(shim, disk, asked) for asked in sweeps]
 
 
-if __name__ == "__main__":
-    main()
+def cut(folder: Path, kind: str, sweeps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the sweeps (`sweep`) with their points: [call, its name, found, is bad].
+
+    Prints a line for each: file system, way of cutting, save, points, bad ones.
+    """
+    for tool, package in (("mkfs.ext4", "e2fsprogs"), ("mkfs.xfs", "xfsprogs")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is missing: apt-get install {package}")
+    if not Path("/dev/loop-control").exists():
+        pytest.skip("there are no loop devices (/dev/loop-control)")
+    library = compiled(folder)
+    under = ["unshare", "--mount", "--propagation", "private"]
+    arguments = library, folder.resolve(), kind, sweeps
+    found: list[dict[str, Any]] = run_alone(
+        sweeps_of, *arguments, library=library, under=under, deadline_s=TIMEOUT_S
+    )
+    for one in found:
+        bad = [point for point in one["points"] if point[3]]
+        mode, mutant = MODES[one["mode"]], one.get("mutant") or "-"
+        print(kind, mode, one["scenario"], mutant, len(one["points"]), bad[:3], sep=", ")
+    return found

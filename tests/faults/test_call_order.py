@@ -6,54 +6,40 @@ written and not fsynced, names in a directory that was not. The calls are record
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-from support.call_shim import compiled, preloaded
-from support.machine import seconds
+from cut_saves import NEVER, NEW, SCENARIOS, Scenario, by_us, nothing
+from forks import run_alone
+from support.call_shim import Action, Shim, compiled
 
 Calls = list[tuple[str, str]]  # name, and the path that it was on
 FILLS = ("open", "write", "pwrite", "fallocate", "ftruncate")  # and their 64-bit names
 
-DRIVER = """
-import json, logging, sys, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-logging.disable(logging.CRITICAL)
-from support.call_shim import Action, Shim
-from cut_saves import NEVER, NEW, SCENARIOS, Scenario, by_us, nothing
 
-shim, found = Shim(sys.argv[1]), {}
-more = {"not durable": Scenario(nothing, by_us(NEW, durability="none"), "none")}
-for name, scenario in {**SCENARIOS, **more}.items():
-    tree = Path(sys.argv[2]) / str(len(found))
-    tree.mkdir()
-    ckpt = tree / "a" / "b" / "ckpt"
-    scenario.prepare(ckpt)
-    shim.watch(tree)
-    shim.arm(NEVER, Action.COUNT)
-    scenario.save(ckpt)
-    shim.disarm()
-    found[name] = shim.calls()
-print(json.dumps(found))
-"""
+def calls_of(library: Path, folder: Path) -> dict[str, Calls]:
+    """Returns scenario (cut_saves.py) -> the changing calls of its save."""
+    shim, found = Shim(library), {}
+    more = {"not durable": Scenario(nothing, by_us(NEW, durability="none"), "none")}
+    for name, scenario in {**SCENARIOS, **more}.items():
+        tree = folder / str(len(found))
+        ckpt = tree / "a" / "b" / "ckpt"
+        tree.mkdir()
+        scenario.prepare(ckpt)
+        shim.watch(tree)
+        shim.arm(NEVER, Action.COUNT)
+        scenario.save(ckpt)
+        shim.disarm()
+        found[name] = shim.calls()
+    return found
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Calls]:
-    """Scenario (cut_saves.py) -> the changing calls of its save."""
     folder = tmp_path_factory.mktemp("order").resolve()
     library = compiled(folder)
-    result = subprocess.run(
-        [sys.executable, "-c", DRIVER, library, folder],
-        env={**preloaded(library), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=seconds(120),
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
-    return {name: [(call, path) for call, path in calls] for name, calls in found.items()}
+    found: dict[str, Calls] = run_alone(calls_of, library, folder, library=library)
+    return found
 
 
 def is_fsync(call: tuple[str, str]) -> bool:
@@ -92,9 +78,7 @@ def offences(calls: Calls, scenario: str) -> list[str]:
         made = dict.fromkeys(path for call, path in calls if call.startswith("mkdir"))
         for path in made if "empty directory" not in scenario else ():  # there, made by the caller
             needs(parent(path), calls.index(("mkdir", path)), commit, f"the directory {path}")
-    if (
-        scenario == "first, after one that was killed"
-    ):  # before the fsync that this one has to make up for
+    if scenario == "first, after one that was killed":  # before the fsync to be made up for
         needs("", -1, commit, "the directory that one made")
     needs(ckpt, commit, len(calls), "the rename, before the save returns")
     for n, (call, path) in enumerate(calls):

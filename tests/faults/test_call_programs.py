@@ -8,49 +8,50 @@ answer, a typed error in time, and the next common call works.
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 from call_programs import program_of, ranks_of
+from program_player import Player
 from support.machine import points, seconds
-from support.ranks import run_rank_sets
+from support.rank_fixture import StartRanks
 
-WORKER = Path(__file__).with_name("program_worker.py")
 AT_ONCE = 6  # sets of ranks: they wait for each other more than for a core
+PER_SET = 13
 
 
-def play(root: Path, seed: int, programs: int, per_set: int, deadline_s: float) -> None:
-    """Plays programs; the first bad one ends all of them, unless DCPX_PROGRAMS_GO_ON=1."""
-    chosen = os.environ.get("DCPX_PROGRAMS")
-    numbers = [int(n) for n in chosen.split(",")] if chosen else range(programs)
-    sets: list[tuple[int, list[str]]] = []
-    for ranks in (4, 3, 2):
-        own = [number for number in numbers if ranks_of(number) == ranks]
-        for at in range(0, len(own), per_set):
-            directory = root / f"set{len(sets)}"
-            directory.mkdir()
-            played = ",".join(map(str, own[at : at + per_set]))
-            sets.append((ranks, [str(directory), str(seed), played]))
-    printed = run_rank_sets(WORKER, sets, AT_ONCE, deadline_s)
-    print(printed)
-    assert "BAD\n" not in printed
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_ten_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
-    tmp_path: Path, seed: int
-) -> None:
-    play(tmp_path, seed, points(10), per_set=2, deadline_s=seconds(1150))
+def played(root: Path, seed: int, numbers: list[int]) -> str:
+    """Plays programs, one after the other in one group; returns what is wrong with the first bad
+    one."""
+    warnings.simplefilter("ignore")  # stock's, of checkpoints that are overwritten
+    for number in numbers:
+        wrong = Player(program_of(seed, number), root).play_all()
+        if wrong:
+            return wrong
+    return ""
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 @pytest.mark.timeout(3600)
-def test_three_hundred_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
-    tmp_path: Path, seed: int
+def test_two_hundred_programs_of_calls_end_in_typed_errors_and_whole_checkpoints(
+    tmp_path: Path, seed: int, ranks: StartRanks
 ) -> None:
-    play(tmp_path, seed, points(300), per_set=13, deadline_s=seconds(3500))
+    chosen = os.environ.get("DCPX_PROGRAMS")
+    numbers = [int(n) for n in chosen.split(",")] if chosen else range(points(200))
+    sets: list[tuple[int, list[int]]] = []
+    for count in (4, 3, 2):
+        own = [number for number in numbers if ranks_of(number) == count]
+        sets += [(count, own[at : at + PER_SET]) for at in range(0, len(own), PER_SET)]
+    for begin in range(0, len(sets), AT_ONCE):
+        calls = []
+        for at, (count, some) in enumerate(sets[begin : begin + AT_ONCE], begin):
+            root = tmp_path / f"set{at}"
+            root.mkdir()
+            calls.append(ranks(count, anew=True).start(played, root, seed, some))
+        for call in calls:
+            assert call.wait(seconds(3500))[0] == ""
 
 
 def test_program_of_a_seed_and_a_number_is_always_the_same(seed: int) -> None:

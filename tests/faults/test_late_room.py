@@ -5,20 +5,25 @@ All ranks' save fails with numbers, what was there is whole, and with room the n
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.machine import seconds
-from support.ranks import run_ranks
+from support.rank_fixture import StartRanks
 
-WORKER = Path(__file__).with_name("late_room_worker.py")
+import torch_dcpx
+from torch_dcpx import StorageError, WriteOptions
+
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.multirank]
 
 
@@ -37,14 +42,18 @@ def mounted(image: Path, where: Path, kind: str) -> Iterator[None]:
         run("umount", where)
 
 
+def sparse(image: Path, nbytes: int) -> Path:
+    with image.open("wb") as file:
+        file.truncate(nbytes)
+    return image
+
+
 @contextmanager
 def quota(folder: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     """Yields a directory of 64 MiB, and what gives it more."""
     if shutil.which("mkfs.btrfs") is None:
         pytest.skip("mkfs.btrfs is missing: apt-get install btrfs-progs")
-    image, where = folder / "image", folder / "disk"
-    with image.open("wb") as file:
-        file.truncate(1 << 30)
+    image, where = sparse(folder / "image", 1 << 30), folder / "disk"
     run("mkfs.btrfs", "-q", image)
     with mounted(image, where, "btrfs"):
         run("btrfs", "quota", "enable", where)
@@ -60,9 +69,7 @@ def thin(folder: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     pool.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", pool)
     try:
-        image = pool / "image"
-        with image.open("wb") as file:
-            file.truncate(300 << 20)
+        image = sparse(pool / "image", 300 << 20)
         # Its tables lie at the front and have room, so that only data meets the want of it.
         run("mkfs.ext4", "-q", "-m0", "-N64", "-O", "^has_journal", "-E", "nodiscard", image)
         run("dd", f"if={image}", f"of={image}", "bs=1M", "count=4", "conv=notrunc")
@@ -72,28 +79,56 @@ def thin(folder: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
         run("umount", pool)
 
 
-@pytest.mark.parametrize(("limited", "code"), [(quota, "EDQUOT"), (thin, "ENOSPC")])
+# ---- On each rank -------------------------------------------------------------------------------
+
+
+def state_of(seed: int, mebibytes: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed * 10 + dist.get_rank())
+    return {f"rank{dist.get_rank()}": torch.randn(mebibytes << 18, generator=generator)}
+
+
+def save(seed: int, mebibytes: int, path: Path) -> None:
+    """Saves through the page cache: a full thin volume is then met at the fsync."""
+    torch_dcpx.save(state_of(seed, mebibytes), path, options=WriteOptions(direct_io=False))
+
+
+def assert_there(seed: int, mebibytes: int, path: Path) -> None:
+    expected = state_of(seed, mebibytes)
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+    torch_dcpx.load(found, path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def every_rank_is_refused(path: Path, number: int) -> None:
+    save(0, 4, path)
+    dist.barrier()
+    before = sorted(os.listdir(path))
+    match = r"\d+ B at offset \d+ of .+: .+\(needed \d+ B, "
+    with pytest.raises(StorageError, match=match) as caught:
+        save(1, 40, path)
+    text = str(caught.value)
+    assert caught.value.errno == number, text
+    assert ("a quota of" if number == errno.EDQUOT else " B, so full is a quota") in text, text
+    assert number != errno.EDQUOT or "free" not in text, text
+    dist.barrier()  # each removes its own
+    assert sorted(os.listdir(path)) == before
+    assert_there(0, 4, path)
+
+
+def every_rank_saves(path: Path) -> None:
+    save(2, 40, path)
+    assert_there(2, 40, path)
+
+
+@pytest.mark.parametrize(("limited", "number"), [(quota, errno.EDQUOT), (thin, errno.ENOSPC)])
 def test_want_of_room_beneath_the_file_system_fails_all_ranks_and_keeps_the_old(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    limited: Callable[[Path], Iterator[tuple[Path, Callable[[], None]]]],
-    code: str,
+    tmp_path: Path, ranks: StartRanks, limited: Any, number: int
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{WORKER.parents[1]}:{os.environ.get('PYTHONPATH', '')}")
     with limited(tmp_path) as (where, give_room):
-
-        def wait_and_give() -> None:
-            while not all((where / f"seen.{rank}").exists() for rank in (0, 1)):
-                if is_over.wait(0.01):
-                    return
-            give_room()
-            (where / "room").touch()
-
-        is_over = threading.Event()
-        giving = threading.Thread(target=wait_and_give)
-        giving.start()
+        started = ranks(2, anew=True)
         try:
-            run_ranks(WORKER, 2, str(where), code)
+            started(every_rank_is_refused, where / "ckpt", number)
+            give_room()
+            started(every_rank_saves, where / "ckpt")
         finally:
-            is_over.set()
-            giving.join(seconds(60))
+            started.close()

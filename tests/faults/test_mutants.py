@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks import FILE_SYSTEMS, MODES, TIMEOUT_S, cut, table
-from support.machine import EVERY_POINT
+from power_cuts import FILE_SYSTEMS, MODES, TIMEOUT_S, cut
+from support.machine import EVERY_POINT, seconds
 
 # Mutant, the save that it is of, the modes in which a cut shows it, and where it does: "end" is
 # after the save returned, else behind the first call of that name.
@@ -42,7 +42,7 @@ ALL = [
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_S + 20)
+@pytest.mark.timeout(seconds(TIMEOUT_S) + 20)
 @pytest.mark.parametrize("kind", FILE_SYSTEMS)
 def test_mutant_of_the_protocol_is_found_by_a_power_cut(tmp_path: Path, kind: str) -> None:
     shown = [(m, s, mode, at) for m, s, modes, at in SHOWN_ON[kind] for mode in modes]
@@ -63,7 +63,6 @@ def test_mutant_of_the_protocol_is_found_by_a_power_cut(tmp_path: Path, kind: st
             for mode in MODES
         ]
     found = cut(tmp_path, kind, sweeps)
-    print(table(kind, found))
     bad = {
         (sweep["mutant"], sweep["scenario"], sweep["mode"])
         for sweep in found

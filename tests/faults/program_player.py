@@ -1,21 +1,16 @@
-"""One rank of test_call_programs.py: plays random programs, one after the other, in one group.
-
-    program_worker.py DIRECTORY SEED NUMBERS    (NUMBERS: of the programs, by commas)
+"""One rank of test_call_programs.py: plays a random program, and makes common calls.
 
 After each program the ranks meet through a store of the test's own and make common calls. Rank 0
-then looks at what is there and at what every rank says; the first bad program ends all of them, or
-with DCPX_PROGRAMS_GO_ON=1 the next one plays in a new group.
+then looks at what is there and at what every rank says.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
-import sys
+import pickle
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,26 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from call_programs import SAVES, Call, Program, Step, program_of
+from call_programs import SAVES, Call, Program, Step
 from support.machine import seconds
-from support.worker import leave_well
 
 import torch_dcpx as dcpx
 from torch_dcpx import DcpxError, DcpxLoadPlanner, DcpxSavePlanner, ReadOptions, WriteOptions
 
-ROOT, SEED = Path(sys.argv[1]), int(sys.argv[2])
-NUMBERS = [int(number) for number in sys.argv[3].split(",")]
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-GOES_ON = os.environ.get("DCPX_PROGRAMS_GO_ON", "") not in ("", "0")
-
 HANG_S = seconds(60)  # for a call whose own deadline is 3 s
-COMMON_S = float(os.environ.get("DCPX_PROGRAMS_COMMON_S") or seconds(60))
-
-Hooks = dict[str, Callable[[], None]]
 
 
 class InjectedError(Exception):
@@ -80,7 +62,7 @@ def state_of(number: int) -> dict[str, Any]:
     """What a rank saves: a tensor of its own and one that all have, filled with the number."""
     return {
         "all": torch.full((300,), float(number)),
-        f"rank{RANK}": torch.full((200,), float(number)),
+        f"rank{dist.get_rank()}": torch.full((200,), float(number)),
     }
 
 
@@ -89,28 +71,23 @@ def is_state_of(number: int, state: dict[str, Any]) -> bool:
     return all(bool((tensor == number).all()) for tensor in tensors)
 
 
-class Meeting:
-    """Where the ranks meet: a store of the test's own, and not the library's."""
-
-    def __init__(self) -> None:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        wait = timedelta(seconds=4 * HANG_S)
-        store = dist.TCPStore(host, port, is_master=False, timeout=wait)
-        self._store = dist.PrefixStore("programs", store)
-
-    def all(self, name: str, said: Any) -> list[Any]:
-        """Returns what each rank says; nobody returns before all have spoken."""
-        self._store.set(f"{name}/{RANK}", json.dumps(said))
-        keys = [f"{name}/{rank}" for rank in range(WORLD_SIZE)]
-        return [json.loads(self._store.get(key)) for key in keys]
+def from_all(name: str, said: Any) -> list[Any]:
+    """Returns what each rank says, by a store that is not the library's, when all have spoken."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    wait = timedelta(seconds=4 * HANG_S)
+    asked = dist.TCPStore(host, port, is_master=False, timeout=wait)
+    store = dist.PrefixStore("programs", asked)
+    store.set(f"{name}/{dist.get_rank()}", pickle.dumps(said))
+    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    return [pickle.loads(store.get(key)) for key in keys]
 
 
 class Player:
     """This rank in one program."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.root = ROOT / f"program{program.number}"
+    def __init__(self, program: Program, root: Path) -> None:
+        self.program, self.rank, self.top = program, dist.get_rank(), root
+        self.root = root / f"program{program.number}"
         self.timeouts = {"durability": "none", "workers": 1, "save_timeout_s": program.timeout_s}
         self.read = ReadOptions(workers=1, load_timeout_s=program.timeout_s)
         self.is_async = program.is_async  # saves of the manager
@@ -137,12 +114,12 @@ class Player:
 
     def play(self) -> None:
         for number, step in enumerate(self.program.steps):
-            time.sleep(step.late_s.get(RANK, 0))
-            how = step.deviations.get(RANK, "")
+            time.sleep(step.late_s.get(self.rank, 0))
+            how = step.deviations.get(self.rank, "")
             if how == "skip":
                 self.told.append(f"{number}. skipped")
                 continue
-            call = step.others.get(RANK, step.call)
+            call = step.others.get(self.rank, step.call)
             self.has_injected |= bool(how)
             self.guarded(f"{number}. {call}", call, lambda c=call, s=step, h=how: self.act(c, s, h))
         for name, handle in self.waits:
@@ -269,43 +246,43 @@ class Player:
     def common(self) -> None:
         """A save and a load of it that all ranks make."""
         number = 1000 + self.program.number
-        options = WriteOptions(**{**self.timeouts, "save_timeout_s": COMMON_S})
-        read = ReadOptions(workers=1, load_timeout_s=COMMON_S)
+        options = WriteOptions(**{**self.timeouts, "save_timeout_s": HANG_S})
+        read = ReadOptions(workers=1, load_timeout_s=HANG_S)
         target = state_of(0)
         # A call with a wrong tag is known by its function alone: see "Wrong tags" in
         # docs/explain/guarantees.md.
         saves = [step for step in self.program.steps if step.call.name == "manager.save"]
         has_wrong_tag = any("bad argument" in step.deviations.values() for step in saves)
         if self.program.number % 2 and not has_wrong_tag:
-            root = ROOT / "managed"
+            root = self.top / "managed"
             with dcpx.CheckpointManager(
                 root, keep_last=2, options=options, read_options=read
             ) as manager:
                 manager.save(number, state=state_of(number))
-                manager.wait(COMMON_S)
+                manager.wait(HANG_S)
                 info = manager.resume(state=target)
                 assert info.tag == f"step-{number}", info
         else:
-            dcpx.save(state_of(number), ROOT / "common", options=options)
-            dcpx.load(target, ROOT / "common", options=read)
+            dcpx.save(state_of(number), self.top / "common", options=options)
+            dcpx.load(target, self.top / "common", options=read)
         assert is_state_of(number, target), target
 
-    def play_all(self, meeting: Meeting) -> str:
+    def play_all(self) -> str:
         """Returns what is wrong, for all ranks the same; "" if nothing is."""
         self.play()
         name = str(self.program.number)
-        meeting.all(f"{name}/played", None)
+        from_all(f"{name}/played", None)
         if not self.guarded("the common call", None, self.common):
             self.bad.append(f"{self.told[-1]}")
-        said = meeting.all(f"{name}/said", [self.told, self.bad, self.returned])
+        said = from_all(f"{name}/said", [self.told, self.bad, self.returned])
         wrong = ""
-        if RANK == 0:
+        if self.rank == 0:
             bad = [f"rank {rank}: {text}" for rank, one in enumerate(said) for text in one[1]]
             bad += self.wrong_checkpoints({path for one in said for path in one[2]})
             if bad:
                 ends = [f"rank {r}:\n    " + "\n    ".join(one[0]) for r, one in enumerate(said)]
                 wrong = "\n".join(["BAD", str(self.program), *ends, *bad])
-        return str(meeting.all(f"{name}/verdict", wrong)[0])
+        return str(from_all(f"{name}/verdict", wrong)[0])
 
     def wrong_checkpoints(self, returned: set[str]) -> list[str]:
         """Returns what is wrong with what lies there: all of it is whole, and of one save."""
@@ -319,7 +296,7 @@ class Player:
                     bad.append(f"{path}: a save returned, and nothing is there")
                 continue
             prefix = "state." if call.name == "manager.save" else ""
-            names = ["all", *(f"rank{rank}" for rank in range(WORLD_SIZE))]
+            names = ["all", *(f"rank{rank}" for rank in range(dist.get_world_size()))]
             found = {f"{prefix}{name}": torch.zeros(200 + 100 * (name == "all")) for name in names}
             try:
                 report = dcpx.verify(path)
@@ -332,38 +309,3 @@ class Player:
                 values = {name: tensor.unique().tolist() for name, tensor in found.items()}
                 bad.append(f"{path}: a mix of saves: {values}")
         return bad
-
-
-def join(number: int) -> None:
-    """Makes the group, with keys of its own: what the last one left is not seen."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.PrefixStore(f"group{number}", dist.TCPStore(host, port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD_SIZE)
-
-
-def main() -> None:
-    warnings.simplefilter("ignore")  # stock's, of checkpoints that are overwritten
-    meeting = Meeting()
-    wrong_ones = 0
-    for number in NUMBERS:
-        if not dist.is_initialized():
-            join(wrong_ones)
-        wrong = Player(program_of(SEED, number)).play_all(meeting)
-        if not wrong:
-            continue
-        wrong_ones += 1
-        if RANK == 0:
-            print(wrong, flush=True)
-        if not GOES_ON:
-            meeting.all(f"{number}/end", None)
-            os._exit(1)
-        dist.destroy_process_group()
-    if RANK == 0:
-        print(f"{len(NUMBERS)} programs, {wrong_ones} bad", flush=True)
-    if not dist.is_initialized():
-        join(wrong_ones)
-    leave_well()
-
-
-if __name__ == "__main__":
-    main()
