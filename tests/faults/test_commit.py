@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import pickle
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from support.saves import (
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from torch_dcpx import DcpxWriter, PlanError, StorageError
+from torch_dcpx import DcpxWriter, PlanError, StorageError, UnsupportedError
 from torch_dcpx.metadata.file import encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
@@ -40,15 +41,14 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("single_file", [True, False])
-def test_fresh_directory_uses_stock_names(tmp_path: Path, single_file: bool) -> None:
-    save(state_of(), tmp_path / "ours", single_file_per_rank=single_file)
+def test_fresh_directory_with_missing_parents_uses_stock_names(
+    tmp_path: Path, single_file: bool
+) -> None:
+    ours = tmp_path / "a" / "b" / "c"
+    save(state_of(), ours, single_file_per_rank=single_file)
     save(state_of(), tmp_path / "stock", "stock", single_file_per_rank=single_file)
-    assert data_files(tmp_path / "ours") == data_files(tmp_path / "stock")
-
-
-def test_directory_with_missing_parents_is_made(tmp_path: Path) -> None:
-    save(state_of(), tmp_path / "a" / "b" / "c")
-    assert_whole(state_of(), tmp_path / "a" / "b" / "c")
+    assert data_files(ours) == data_files(tmp_path / "stock")
+    assert_whole(state_of(), ours)
 
 
 @pytest.mark.parametrize("first", ["ours", "stock"])
@@ -167,15 +167,6 @@ def test_global_save_replaces_the_rank_local_checkpoints_of_all_ranks(
     assert data_files(tmp_path) == referenced(tmp_path)
 
 
-def test_overwrite_false_does_not_replace_rank_local_checkpoints(tmp_path: Path) -> None:
-    save_rank_local(state_of(3), tmp_path, 1)
-    before = files_in(tmp_path)
-    with raises_one(RuntimeError) as raised:
-        save(state_of(7), tmp_path, overwrite=False)
-    assert str(raised.error) == "Checkpoint already exists and self.overwrite=False."
-    assert files_in(tmp_path) == before
-
-
 def test_rank_local_metadata_that_cannot_be_read_keeps_everything(tmp_path: Path) -> None:
     for rank in (0, 1):
         save_rank_local(state_of(rank), tmp_path, rank)
@@ -264,14 +255,6 @@ def test_file_of_this_save_that_is_gone_before_the_commit_publishes_nothing(
     assert_loads(state_of(), tmp_path)
 
 
-def test_refused_overwrite_removes_no_leftovers(tmp_path: Path) -> None:
-    save(state_of(), tmp_path)
-    (tmp_path / "__3_0.distcp").write_text("x")
-    with raises_one(RuntimeError):
-        save(state_of(1), tmp_path, overwrite=False)
-    assert (tmp_path / "__3_0.distcp").exists()
-
-
 def test_without_locks_the_replaced_files_go_and_leftovers_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,21 +294,71 @@ def test_new_checkpoint_in_a_directory_of_somebody_else_is_synced_with_its_entry
     assert synced == []
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_file_system_without_fsync_of_directories_is_warned_about_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    real = os.fsync
+
+    def files_only(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, os.strerror(code))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    monkeypatch.setattr("torch_dcpx.storage.directory._warned", set())
+    for seed in range(2):
+        save(state_of(seed), tmp_path / "new" / "ckpt")
+    assert_whole(state_of(1), tmp_path / "new" / "ckpt")
+    assert sum("cannot fsync a directory" in r.message for r in caplog.records) == 1
+
+
+class Label:
+    """What a planner may put into planner_data, and no allow-list knows."""
+
+
+class LabellingPlanner(dcp.DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data = {"label": Label()}
+        return plans, metadata
+
+
+def test_planner_data_of_any_class_does_not_keep_replaced_files(tmp_path: Path) -> None:
+    for step in range(3):
+        dcp.save(state_of(step), storage_writer=DcpxWriter(tmp_path), planner=LabellingPlanner(),
+                 no_dist=True)  # fmt: skip
+    assert len(data_files(tmp_path)) == 1
+
+
 # ---- overwrite=False, and results that contradict the metadata ----------------------------------
 
 
 def test_overwrite_false_refuses_a_checkpoint_with_stocks_text(tmp_path: Path) -> None:
-    save(state_of(), tmp_path, overwrite=False)
+    save(state_of(), tmp_path / "all", overwrite=False)
+    (tmp_path / "all" / "__3_0.distcp").write_text("a leftover stays, too")
+    save_rank_local(state_of(3), tmp_path / "of rank 1", 1)
+    for path in (tmp_path / "all", tmp_path / "of rank 1"):
+        before = files_in(path)
+        for writer in (DcpxWriter, dcp.FileSystemWriter):
+            if writer is DcpxWriter or path.name == "all":
+                with raises_one(RuntimeError) as raised:
+                    refused = writer(path, overwrite=False)
+                    dcp.save(state_of(1), storage_writer=refused, no_dist=True)
+                assert str(raised.error) == "Checkpoint already exists and self.overwrite=False."
+        assert files_in(path) == before
+    save(state_of(1), tmp_path / "all")
+    assert_whole(state_of(1), tmp_path / "all")
+
+
+def test_rank_local_save_over_a_global_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Every load would prefer the old one: the new one would be lost without a word."""
+    save(state_of(0), tmp_path)
     before = files_in(tmp_path)
-    errors = []
-    for writer in (DcpxWriter, dcp.FileSystemWriter):
-        with raises_one(RuntimeError) as raised:
-            dcp.save(state_of(1), storage_writer=writer(tmp_path, overwrite=False), no_dist=True)
-        errors.append(str(raised.error))
-    assert errors[0] == errors[1]
-    assert files_in(tmp_path) == before
-    save(state_of(1), tmp_path)
-    assert_whole(state_of(1), tmp_path)
+    with pytest.raises(UnsupportedError, match="holds a checkpoint of all ranks"):
+        save_rank_local(state_of(1), tmp_path, 0)
+    assert data_files(tmp_path) == [name for name in before if name.endswith(".distcp")]
+    assert_loads(state_of(0), tmp_path)
 
 
 CONTRADICTIONS: dict[str, Callable[[list[Any], Metadata], Any]] = {
@@ -358,15 +391,15 @@ class LyingWriter(DcpxWriter):
 
 
 @pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("how", list(CONTRADICTIONS))
-def test_results_that_contradict_the_metadata_publish_nothing(tmp_path: Path, how: str) -> None:
+def test_results_that_contradict_the_metadata_publish_nothing(tmp_path: Path) -> None:
     save(state_of(), tmp_path)
     before = files_in(tmp_path)
-    writer = LyingWriter(tmp_path)
-    writer.how = how
-    with raises_one(PlanError):
-        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
-    assert files_in(tmp_path) == before
-    assert_loads(state_of(), tmp_path)
+    for how in CONTRADICTIONS:
+        writer = LyingWriter(tmp_path)
+        writer.how = how
+        with raises_one(PlanError):
+            dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+        assert files_in(tmp_path) == before, how
+        assert_loads(state_of(), tmp_path)
     save(state_of(2), tmp_path)
     assert_whole(state_of(2), tmp_path)
