@@ -3,6 +3,7 @@ what must hold afterwards."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from support.saves import READERS, assert_whole, load, save, save_rank_local
+from support.slow_states import CopyingPlanner
 from support.states import assert_same
 
 import torch_dcpx
@@ -60,6 +62,17 @@ def buffered(state: State, directory: Path) -> None:
     save(state, directory, options=WriteOptions(workers=2, slot_bytes=256 << 10, direct_io=False))
 
 
+def three_files(state: State, directory: Path) -> None:
+    options = dataclasses.replace(OPTIONS, files_per_rank=3, in_place="always")
+    save(state, directory, options=options)
+
+
+def in_windows(state: State, directory: Path) -> None:
+    options = dataclasses.replace(OPTIONS, host_memory_bytes=512 << 10)
+    writer = DcpxWriter(directory, options=options)
+    dcp.save(state, storage_writer=writer, planner=CopyingPlanner(), no_dist=True)
+
+
 def background(state: State, directory: Path) -> None:
     torch_dcpx.async_save(state, directory, no_dist=True).result()
 
@@ -104,6 +117,8 @@ KINDS = {
     "save over stock's": Kind(of_stock, save),
     "a file each": Kind(a_file_each, a_file_each),
     "buffered": Kind(save, buffered),
+    "three files": Kind(three_files, three_files),
+    "windows": Kind(save, in_windows),
     "save over rank-local": Kind(both_rank_local, save),
     "torch_dcpx.save": Kind(save, own_save, False),
     "first torch_dcpx.save": Kind(None, own_save, False),

@@ -7,26 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from support.saves import data_files, save, save_rank_local
+from call_sweep import a_file_each, background, new_arena, of_stock, rank_local, state_of
+from support.saves import data_files, save
 
-import torch_dcpx
 from torch_dcpx import _C, WriteOptions
-from torch_dcpx.staging import arena
 from torch_dcpx.storage import directory
 from torch_dcpx.storage import save_lock as lock
 from torch_dcpx.writer import files as write_files
-
-
-def state_of(seed: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
-    return {
-        "small": torch.randn(100, generator=g),
-        "large": torch.randn(200_000, generator=g),
-        "strided": torch.randn(60, 50, generator=g).t(),
-        "step": seed,
-    }
-
 
 NEVER = 1_000_000  # calls that no save makes
 OLD, NEW, NEXT = (state_of(seed) for seed in range(3))
@@ -50,21 +37,8 @@ def by_us(state: dict[str, Any], **options: Any) -> Callable[[Path], None]:
     return lambda path: save(state, path, options=WriteOptions(**options))
 
 
-def a_file_each(state: dict[str, Any]) -> Callable[[Path], None]:
-    return lambda path: save(state, path, single_file_per_rank=False)
-
-
-def by_stock(path: Path) -> None:
-    save(OLD, path, "stock")
-
-
-def rank_local(state: dict[str, Any]) -> Callable[[Path], None]:
-    return lambda path: save_rank_local(state, path, 0)
-
-
-def in_the_background(path: Path) -> None:
-    arena._pool = arena.ArenaPool()  # the parent's refuses a child
-    torch_dcpx.async_save(NEW, path).result()
+def of(save: Callable[[dict[str, Any], Path], object], state: Any = NEW) -> Callable[[Path], None]:
+    return lambda path: (new_arena(), save(state, path))[0]
 
 
 def through_the_page_cache_alone(path: Path) -> None:
@@ -86,7 +60,7 @@ def killed_when_it_had_made_one(path: Path) -> None:
 
 def many_files_and_leftovers(path: Path) -> None:
     """What the next save removes: each file of the old checkpoint, and those of one that failed."""
-    a_file_each(OLD)(path)
+    a_file_each(OLD, path)
     for name in ("__0_7.0123456789ab.distcp", "__1_0.distcp", ".metadata.0123456789ab.tmp"):
         (path / name).write_bytes(bytes(10_000))
 
@@ -107,15 +81,15 @@ SCENARIOS = {
     "first, page cache alone": Scenario(nothing, through_the_page_cache_alone, "none"),
     "first, into an empty directory": Scenario(nothing, into_a_directory_just_made, "none"),
     "first, after one that was killed": Scenario(killed_when_it_had_made_one, by_us(NEW), "none"),
-    "first, rank-local": Scenario(nothing, rank_local(NEW), "none", True),
-    "first, in the background": Scenario(nothing, in_the_background, "none"),
+    "first, rank-local": Scenario(nothing, of(rank_local), "none", True),
+    "first, in the background": Scenario(nothing, of(background), "none"),
     "over ours": Scenario(by_us(OLD), by_us(NEW)),
     "over ours, buffered": Scenario(by_us(OLD), by_us(NEW, direct_io=False)),
-    "over ours, a file each": Scenario(many_files_and_leftovers, a_file_each(NEW)),
-    "over stock's": Scenario(by_stock, by_us(NEW)),
+    "over ours, a file each": Scenario(many_files_and_leftovers, of(a_file_each)),
+    "over stock's": Scenario(of(of_stock, OLD), by_us(NEW)),
     "over ours, after one that was killed": Scenario(killed_behind_its_rename, by_us(NEW)),
-    "over ours, rank-local": Scenario(rank_local(OLD), rank_local(NEW), "old", True),
-    "rank-local replaced": Scenario(rank_local(OLD), by_us(NEW)),
+    "over ours, rank-local": Scenario(of(rank_local, OLD), of(rank_local), "old", True),
+    "rank-local replaced": Scenario(of(rank_local, OLD), by_us(NEW)),
 }
 
 

@@ -43,14 +43,16 @@ from torch_dcpx.staging.arena import process_pool
 HARD = ("EIO", "ENOSPC", "EDQUOT", "EMFILE", "EACCES", "EROFS", "ESTALE")
 HARMLESS = ("EINTR", "SHORT", "COUNT")
 CODES = (*HARD, "EINTR", "SHORT")
-# However few points are tried, one is refused (the fourth call opens the directory, or looks at it)
-# and one is passed (the first bytes that are moved come in two parts).
-ENDS = (("EIO", 3), ("SHORT", 0))
 
 
-def sampled(stride: int, offset: int) -> Iterator[tuple[str, Iterator[int]]]:
-    """Yields each code and the calls that are to fail with it, until there is no such call."""
-    for code, nth in ENDS if stride > 1 else ():
+def sampled(stride: int, offset: int, names: list[str]) -> Iterator[tuple[str, Iterator[int]]]:
+    """Yields each code and the calls that are to fail with it, until there is no such call.
+
+    However few points are tried, one is refused (what opens a file or the directory) and one is
+    passed (the first bytes that are moved come in two parts).
+    """
+    opens = next(nth for nth, name in enumerate(names) if name.startswith("openat"))
+    for code, nth in (("EIO", opens), ("SHORT", 0)) if stride > 1 else ():
         yield code, iter((nth,))
     for at, code in enumerate(CODES):
         yield code, iter(range((offset + at) % stride, MOST_CALLS, stride))
@@ -174,11 +176,12 @@ class Sweep:
         self._root.mkdir(parents=True)
         self._shim.watch(self._tree)
         self._directory = self._prepared()
-        for warm in ("EIO", "COUNT", "EIO"):  # what is imported and kept once
+        for warm in ("EIO", "EIO", "COUNT"):  # what is imported and kept once
             self._once(warm, 0 if warm == "EIO" else MOST_CALLS)
+        names = self._names
         self._settle()
         held, points = Held(), list[Point]()
-        for code, calls in sampled(stride, offset):
+        for code, calls in sampled(stride, offset, names):
             for nth in calls:
                 point = self._once(code, nth)
                 if point is None:
@@ -316,12 +319,14 @@ class RankSweep:
         """Returns every point, on each rank."""
         self._shim.watch(self._tree)
         _rank_save(of_rank(self._seed, self._rank), self._directory)
+        names = []
         for victim in range(2):
             self._once("EIO", 0, victim)
             self._once("COUNT", MOST_CALLS, victim)
+            names.append(self._names)
         held, points = Held(), list[Point]()
         for victim in range(2):
-            for code, calls in sampled(stride, offset):
+            for code, calls in sampled(stride, offset, names[victim]):
                 for nth in calls:
                     point = self._once(code, nth, victim)
                     if point is None:
@@ -351,7 +356,7 @@ class RankSweep:
         except BaseException as caught:  # noqa: BLE001 - looked at below
             error = caught
         self._shim.disarm()
-        names = from_all(self._shim.names())[victim]
+        self._names = names = from_all(self._shim.names())[victim]
         has_failed = from_all(error is not None)
         call = names[nth] if len(names) > nth else ""
         try:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, rank_local
+from call_sweep import rank_local
+from cut_saves import MUTANTS, NEVER, NEW, NEXT, OLD, SCENARIOS, by_us, of
 from forks import in_child, run_alone, unwrapped
 from support.call_shim import Action, Kind, Shim, compiled
 from support.machine import EVERY_POINT, seconds
@@ -184,7 +185,7 @@ def found_in(ckpt: Path, *, is_local: bool) -> str:
         there = loaded_from(ckpt)
         lock.boot_id = lambda: "the next one"
         for state in (NEXT, OLD):  # what the cut left behind goes with the second one at the latest
-            (rank_local if is_local else by_us)(state)(ckpt)
+            (of(rank_local, state) if is_local else by_us(state))(ckpt)
             assert_same(state, load(state, ckpt))
         assert_no_leftovers(ckpt)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - what is wrong is told

@@ -10,6 +10,8 @@ from conftest import RunPython
 from fake_cuda.fake import FakeCuda
 from support.async_saves import assert_saved
 
+pytestmark = pytest.mark.slow
+
 BEGIN = """
 import sys, torch
 from pathlib import Path
@@ -31,7 +33,6 @@ def environment(fake_cuda: FakeCuda) -> dict[str, str]:
     return fake_cuda.environment()
 
 
-@pytest.mark.slow
 def test_exit_with_copies_under_way_waits_for_the_save(
     run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -44,7 +45,6 @@ def test_exit_with_copies_under_way_waits_for_the_save(
     assert_saved(tmp_path / "a", WANTED)
 
 
-@pytest.mark.slow
 def test_exit_with_copies_that_nobody_waits_for_is_an_exit(
     run_warm: RunPython, environment: dict[str, str]
 ) -> None:
@@ -58,22 +58,6 @@ def test_exit_with_copies_that_nobody_waits_for_is_an_exit(
     assert done.stderr == ""
 
 
-@pytest.mark.slow
-def test_exit_before_the_save_has_ended_leaves_no_checkpoint_and_says_so(
-    run_warm: RunPython, environment: dict[str, str], tmp_path: Path
-) -> None:
-    code = BEGIN + (
-        "import threading\n"
-        "options = WriteOptions(overlap=True, progress=lambda *_: threading.Event().wait())\n"
-        "handle = async_save(state, sys.argv[1], no_dist=True, options=options)\n"
-    )
-    env = {**environment, "DCPX_EXIT_TIMEOUT_S": "0.1"}
-    done = run_warm(code, str(tmp_path / "a"), env=env)
-    assert "while it still saves" in done.stderr
-    assert not (tmp_path / "a" / ".metadata").exists()
-
-
-@pytest.mark.slow
 def test_forked_child_refuses_and_the_parent_goes_on(
     run_warm: RunPython, environment: dict[str, str], tmp_path: Path
 ) -> None:

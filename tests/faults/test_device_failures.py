@@ -19,29 +19,14 @@ from torch_dcpx.staging.snapshot import stage_guarded
 Stage = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 # What a snapshot calls, and what of it may fail without anybody's notice.
-CALLS = (
-    "cuCtxGetStreamPriorityRange",
-    "cuCtxPopCurrent",
-    "cuCtxPushCurrent",
-    "cuEventCreate",
-    "cuEventDestroy",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuLaunchKernel",
-    "cuMemHostRegister",
-    "cuMemHostUnregister",
-    "cuMemcpy2DAsync",
-    "cuMemcpyBatchAsync_v2",
-    "cuMemcpyDtoHAsync",
-    "cuModuleGetFunction",
-    "cuModuleLoadData",
-    "cuPointerGetAttributes",
-    "cuStreamCreateWithPriority",
-    "cuStreamDestroy",
-    "cuStreamIsCapturing",
-    "cuStreamWaitEvent",
+CALLS = [
+    "cuCtxGetStreamPriorityRange", "cuCtxPopCurrent", "cuCtxPushCurrent", "cuEventCreate",
+    "cuEventDestroy", "cuEventQuery", "cuEventRecord", "cuLaunchKernel", "cuMemHostRegister",
+    "cuMemHostUnregister", "cuMemcpy2DAsync", "cuMemcpyBatchAsync_v2", "cuMemcpyDtoHAsync",
+    "cuModuleGetFunction", "cuModuleLoadData", "cuPointerGetAttributes",
+    "cuStreamCreateWithPriority", "cuStreamDestroy", "cuStreamIsCapturing", "cuStreamWaitEvent",
     "cuThreadExchangeStreamCaptureMode",
-)
+]  # fmt: skip
 
 
 def state_of(seed: int) -> dict[str, torch.Tensor]:
@@ -85,9 +70,7 @@ def check_works(device: FakeCuda, seed: int, ordinals: tuple[int, ...] = (0, 1))
 
 @pytest.mark.parametrize("entry", CALLS)
 def test_failing_call_is_a_typed_error_or_nothing_and_the_next_snapshot_works(
-    fake_device_memory: FakeCuda,
-    entry: str,
-    seed: int,
+    fake_device_memory: FakeCuda, entry: str, seed: int
 ) -> None:
     device = fake_device_memory  # what the driver refuses to take back is left there
     host, before = state_of(seed), left(device)

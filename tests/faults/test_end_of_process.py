@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -92,20 +93,17 @@ def value_in(path: Path) -> float:
     return float(value)
 
 
+CODES = {"normal": 0, "chained": 5, "sys.exit": 3, "unhandled": 1, "signal": -signal.SIGTERM}
+FAST = ("normal", "chained")
+
+
 @pytest.mark.parametrize(
-    ("ending", "code"),
-    [
-        ("normal", 0),
-        pytest.param("sys.exit", 3, marks=pytest.mark.slow),
-        pytest.param("unhandled", 1, marks=pytest.mark.slow),
-        pytest.param("signal", -signal.SIGTERM, marks=pytest.mark.slow),
-        ("chained", 5),
-    ],
+    "ending", [pytest.param(e, marks=[pytest.mark.slow] * (e not in FAST)) for e in CODES]
 )
-def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str, code: int) -> None:
+def test_end_of_a_process_waits_for_its_saves(tmp_path: Path, ending: str) -> None:
     save({"w": torch.ones(1000)}, tmp_path)
     returncode, output = run(tmp_path, ending)
-    assert returncode == code, output
+    assert returncode == CODES[ending], output
     assert value_in(tmp_path) == 2.0
     assert ("handler" in output) == (ending == "chained")
 
@@ -132,10 +130,7 @@ def test_save_that_takes_too_long_at_the_end_leaves_the_previous_checkpoint(
     save({"w": torch.ones(1000)}, tmp_path)
     returncode, output = run(tmp_path, "late", DCPX_EXIT_TIMEOUT_S="0.2")
     assert returncode == 0, output
-    assert "ERROR the process ends after 0.2 s (DCPX_EXIT_TIMEOUT_S) while it still saves to " in (
-        output
-    )
-    assert str(tmp_path) in output
+    assert re.search(rf"ERROR .*0\.2 s \(DCPX_EXIT_TIMEOUT_S\) while .*{tmp_path}", output), output
     assert value_in(tmp_path) == 1.0
     save({"w": torch.full((1000,), 3.0)}, tmp_path)
     assert value_in(tmp_path) == 3.0
@@ -145,7 +140,7 @@ def test_save_that_takes_too_long_at_the_end_leaves_the_previous_checkpoint(
 def test_bad_exit_timeout_is_said_and_the_default_taken(tmp_path: Path) -> None:
     returncode, output = run(tmp_path, "normal", DCPX_EXIT_TIMEOUT_S="soon")
     assert returncode == 0, output
-    assert "ERROR DCPX_EXIT_TIMEOUT_S must be a number of seconds, got 'soon'" in output
+    assert re.search("ERROR DCPX_EXIT_TIMEOUT_S .*'soon'", output), output
     assert value_in(tmp_path) == 2.0
 
 

@@ -1,12 +1,11 @@
-"""Every system call of a save and of a load fails once: typed error, or the right result.
+"""System calls of a save and of a load fail once: typed error, or the right result.
 
 C++ calls fail through the seam (`_C.arm_fault`), Python's by a stand-in for `os`. Each loop goes
-on until a whole run passes without meeting its fault.
+on until a whole run passes without meeting its fault. C++ calls of saves: test_every_call.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import os
@@ -22,15 +21,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.leaks import Held, grown_each_time
-from support.saves import assert_loads, assert_whole, files_in, load, save
-from support.slow_states import CopyingPlanner
+from support.saves import assert_loads, assert_whole, files_in, save
 from support.states import assert_same, blank_like
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import (
     _C,
     DcpxReader,
-    DcpxWriter,
     StorageError,
     WriteOptions,
     _descriptors,
@@ -43,21 +40,11 @@ SOME_HARD = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES]  # a disk, roo
 SHORT = 0  # a read or write moves half of its bytes
 MAX_CALLS = 500
 OPTIONS = WriteOptions(workers=2, slot_bytes=256 << 10, host_memory_bytes=512 << 10)
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one file": {"options": OPTIONS},
-    "a file each": {"options": OPTIONS, "single_file_per_rank": False},
-    "three files": {"options": dataclasses.replace(OPTIONS, files_per_rank=3, in_place="always")},
-    # More than the page cache may owe at one time, so that it is waited for as well.
-    "buffered": {"options": WriteOptions(workers=1, slot_bytes=1 << 20, direct_io=False)},
-    "windows": {"options": OPTIONS},
-}
 
 
-def state_of(seed: int = 0, layout: str = "one file") -> dict[str, Any]:
+def state_of(seed: int = 0) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
-    more = {"pages": torch.full((12 << 20,), seed, dtype=torch.uint8)}
     return {
-        **(more if layout == "buffered" else {}),
         "small": torch.randn(100, generator=g),
         "strided": torch.randn(300, 402, generator=g)[::2, 1::3],
         "large": torch.randn(150_000, generator=g),
@@ -65,30 +52,27 @@ def state_of(seed: int = 0, layout: str = "one file") -> dict[str, Any]:
     }
 
 
-def calls_so_far(kind: str = "") -> int:
-    counts = _C.call_counts()
-    return counts[kind] if kind else sum(counts.values())
+def calls_so_far() -> int:
+    return sum(_C.call_counts().values())
 
 
 @contextmanager
-def armed(nth: int, code: int, kind: str = "") -> Iterator[SimpleNamespace]:
-    """Lets the nth call (of a kind) from now on fail; `is_fired` says whether there was one."""
+def armed(nth: int, code: int) -> Iterator[SimpleNamespace]:
+    """Lets the nth call from now on fail; `is_fired` says whether there was one."""
     seam = SimpleNamespace(is_fired=False)
-    before = calls_so_far(kind)
-    _C.arm_fault(nth, code, kind)
+    before = calls_so_far()
+    _C.arm_fault(nth, code, "")
     try:
         yield seam
     finally:
         _C.disarm_fault()
-        seam.is_fired = calls_so_far(kind) - before > nth
+        seam.is_fired = calls_so_far() - before > nth
 
 
-def try_save(seed: int, path: Path, layout: str = "one file") -> Any:
+def try_save(seed: int, path: Path) -> Any:
     """Returns None, or the error of the failed save."""
-    writer = DcpxWriter(path, **LAYOUTS[layout])
-    planner = CopyingPlanner() if layout == "windows" else None
     try:
-        dcp.save(state_of(seed, layout), storage_writer=writer, planner=planner, no_dist=True)
+        save(state_of(seed), path, options=OPTIONS)
     except CheckpointException as failure:
         failure.__traceback__ = None  # its frames hold the failure, and all that the save had
         return failure.failures[0][0].with_traceback(None)
@@ -106,94 +90,27 @@ def try_load(state: dict[str, Any], path: Path) -> tuple[dict[str, Any], Any]:
 
 
 def assert_typed(error: Any, code: int, path: Path) -> None:
+    text = str(error)
     assert type(error) is StorageError, repr(error)
     assert error.errno == code
     assert error.path is not None
     assert path in (Path(error.path), Path(error.path).parent)
-    assert os.strerror(code) in str(error)
-    if code == errno.EIO:  # free room would say nothing of a disk or a server that fails
-        assert "free" not in str(error)
-    if code in ROOM and not str(error).startswith(("list", "open directory")):
-        assert_names_room(error)
-
-
-def assert_names_room(error: StorageError) -> None:
-    """Asserts that the text says where and how much, as far as there is an offset; of a quota not
-    what is free on the file system.
-    """
-    said = r"a quota [^;]*" if error.errno == errno.EDQUOT else r"free \d+ B[^;]*"
-    numbers = re.search(
-        rf"\((needed (\d+) B, )?{said}; saving over a checkpoint needs room for both\)$",
-        str(error),
-    )
-    assert numbers is not None, str(error)
-    is_of_names = str(error).startswith(
-        ("create", "rename", "mkdir", "fsync directory", "open lock")
-    )
-    if is_of_names:
+    assert os.strerror(code) in text
+    assert code != errno.EIO or "free" not in text  # room says nothing of a disk that fails
+    if code not in ROOM or text.startswith(("list", "open directory")):
+        return
+    # Where and how much, as far as there is an offset; of a quota not what is free there.
+    said = r"a quota [^;]*" if code == errno.EDQUOT else r"free \d+ B[^;]*"
+    numbers = re.search(rf"\((needed (\d+) B, )?{said}; [^;]* needs room for both\)$", text)
+    assert numbers is not None, text
+    if text.startswith(("create", "rename", "mkdir", "fsync directory", "open lock")):
         assert (error.offset, error.nbytes) == (None, None)
     else:
-        assert error.nbytes is not None
         assert numbers[2] == str(error.nbytes)
-        assert f" {error.nbytes} B at offset {error.offset} of" in str(error)
+        assert f" {error.nbytes} B at offset {error.offset} of" in text
 
 
 # ---- Calls of C++ -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@grown_each_time
-def test_save_with_any_call_of_cpp_failing_keeps_the_previous_checkpoint_and_nothing_else(
-    tmp_path: Path, seed: int, layout: str
-) -> None:
-    code = HARD[(seed + list(LAYOUTS).index(layout)) % len(HARD)]
-    save(state_of(0, layout), tmp_path, **LAYOUTS[layout])
-    before = files_in(tmp_path)
-    with armed(5, code):
-        assert try_save(1, tmp_path, layout) is not None
-    assert_whole(state_of(0, layout), tmp_path)  # what checks and loads import is not counted
-    held, calls, texts = Held(), Counter[str](), set()
-    # Which call of all is the n-th depends on the workers' turns; the n-th of a kind is met.
-    for kind in _C.call_counts():
-        for nth in range(MAX_CALLS):
-            with armed(nth, code, kind) as seam:
-                error = try_save(1, tmp_path, layout)
-            held.assert_no_file_or_thread_more()
-            if not seam.is_fired:
-                break
-            assert_typed(error, code, tmp_path)
-            calls[kind] += 1
-            texts.add(str(error).split()[0])
-            assert files_in(tmp_path) == before, (kind, nth)
-            if nth % 10 == 0:
-                assert_loads(state_of(0, layout), tmp_path)
-        assert error is None
-        assert_whole(state_of(1, layout), tmp_path)
-        save(state_of(0, layout), tmp_path, **LAYOUTS[layout])
-        before = files_in(tmp_path)
-    held.assert_no_memory_more()
-    met = {"create", "fallocate", "pwrite", "fsync", "fstat", "close"}
-    assert texts == met | ({"sync_file_range"} if layout == "buffered" else set())
-    files = {"a file each": 4, "three files": 3}.get(layout, 1)
-    assert calls["open"] == calls["fsync"] == calls["close"] == files
-    assert calls["fallocate"] > 1 or layout in ("one file", "buffered")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_short_writes_of_a_save_are_continued(tmp_path: Path, layout: str) -> None:
-    for nth in range(MAX_CALLS):
-        with armed(nth, SHORT) as seam:
-            error = try_save(nth % 7, tmp_path, layout)
-        assert error is None, (nth, error)
-        assert_same(state_of(nth % 7, layout), load(state_of(0, layout), tmp_path))
-        if not seam.is_fired:
-            break
-    assert nth > 8
-    assert_whole(state_of(nth % 7, layout), tmp_path)
 
 
 def test_every_interrupted_call_of_a_save_and_a_load_is_continued(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def resume(path: Path) -> torch.Tensor:
     return found["x"]
 
 
-def export(path: Path, value: float) -> None:
+def export(path: Path, value: float, options: WriteOptions = OPTIONS) -> None:
     where = path / "model.safetensors"
-    dcpx.export(state(value), where, options=OPTIONS, overwrite=True, no_dist=True)
+    dcpx.export(state(value), where, options=options, overwrite=True, no_dist=True)
 
 
 def exported(path: Path) -> torch.Tensor:
@@ -132,19 +133,13 @@ def test_error_behind_which_no_file_closes_comes_before_the_deadline(
     client.fail(call, errno.EIO, "*.distcp")
     client.hold("flush", "*.distcp")
 
-    def make() -> None:
-        if call == "write":
-            options = WriteOptions(save_timeout_s=2)
-            dcpx.save(state(2), client.path / "b", options=options, no_dist=True)
-        else:
-            read_options = ReadOptions(load_timeout_s=2, visible_s=0.1)
-            dcpx.load(state(2), client.path / "a", options=read_options, no_dist=True)
-
+    write = partial(dcpx.save, options=WriteOptions(save_timeout_s=2))
+    read = partial(dcpx.load, options=ReadOptions(load_timeout_s=2, visible_s=0.1))
     released = threading.Timer(seconds(15), client.clear)  # what hangs takes no signal
     released.start()
     try:
         with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
-            make()
+            (write if call == "write" else read)(state(2), client.path / "a", no_dist=True)
         assert released.is_alive(), "the call has waited for the server"
     finally:
         released.cancel()
@@ -156,12 +151,12 @@ def test_export_whose_files_do_not_close_says_what_was_silent_and_keeps_no_lock(
 ) -> None:
     first, _ = two_clients
     first.hold("flush")
-    options = WriteOptions(save_timeout_s=1)
+    path = first.path / "exported"
     with pytest.raises(StorageError, match=r"sync '.*': no answer"):
-        dcpx.export(state(1), first.path / "exported", options=options, no_dist=True)
+        export(path, 1, WriteOptions(save_timeout_s=1))
     first.clear()
-    dcpx.export(state(2), first.path / "exported", options=OPTIONS, no_dist=True)
-    assert torch.equal(exported(first.path / "exported"), state(2)["x"])
+    export(path, 2)
+    assert torch.equal(exported(path), state(2)["x"])
 
 
 def open_files(path: Path) -> list[str]:

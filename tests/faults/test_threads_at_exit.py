@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import RunPython
 from support.call_shim import compiled, preloaded
+from support.machine import EVERY_POINT
 from support.warm import warm_parent
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -21,6 +22,24 @@ from torch_dcpx import save, verify
 # From the last hook of its end on, the main thread keeps the GIL; it gives it away once more when
 # it finalizes. So a thread that asks for it meanwhile begins to before, and is answered after the
 # interpreter has begun to finalize. Without torch.
+JOBS = """
+import ctypes
+
+def new_job(path, fd, name):
+    from torch_dcpx import _C
+    job = _C.WriteJob(dir_fd=fd, dir_path=path, workers=2, segment_bytes=256 << 10,
+                      use_direct=False, is_durable=False)
+    job.add_file([name], bytes(16), 0)
+    return job
+
+def write(job, data, columns, progress):
+    sizes, strides = (1 << 20, columns), (1, 0)
+    row = (0, 0, 0, ctypes.addressof(data), columns << 20, sizes, strides, False,
+           "w", sizes, (0, 0), None, -1)
+    types = [("torch", "ByteStorage", "uint8", 1, 0, 0, "uint8", "uint8", "strided")]
+    job.write([row], types, is_final=True, progress=progress)
+"""
+
 KEEPS_THE_GIL = """
 import atexit, ctypes, os, sys, threading, types
 
@@ -50,22 +69,15 @@ def hook(_done):
             ctypes.CDLL(None).usleep(300_000)  # gives the GIL away, and asks for it
 
 def work():
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(path, os.O_RDONLY)
     data = ctypes.create_string_buffer(1 << 20)
     ends.wait()
     if case == "return":
         has_arrived.release()
         _C.crc32(bytes(1 << 20))
         return
-    job = _C.WriteJob(dir_fd=fd, dir_path=path, workers=2, segment_bytes=256 << 10,
-                      use_direct=False, is_durable=False)
-    job.add_file(["f"], bytes(16), 0)
     # Gathered element by element: much longer than the first poll lets wait for it, 0.1 s.
-    sizes, strides = (1 << 20, 2048), (1, 0)
-    row = (0, 0, 0, ctypes.addressof(data), 2048 << 20, sizes, strides, False,
-           "w", sizes, (0, 0), None, -1)
-    types = [("torch", "ByteStorage", "uint8", 1, 0, 0, "uint8", "uint8", "strided")]
-    job.write([row], types, is_final=True, progress=hook)
+    write(new_job(path, fd, "f"), data, 1024, hook)
 
 threading.Thread(target=work, daemon=True).start()
 sys.exit(3)
@@ -85,7 +97,7 @@ def test_thread_that_asks_for_the_gil_as_the_interpreter_ends_is_no_abort(
 ) -> None:
     root = str(Path(torch_dcpx.__file__).parents[1])
     env = {"PYTHONPATH": root}
-    done = run_python(KEEPS_THE_GIL, case, str(tmp_path), env=env, check=False)
+    done = run_python(JOBS + KEEPS_THE_GIL, case, str(tmp_path), env=env, check=False)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -96,7 +108,7 @@ from torch_dcpx import _C
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: a fork with threads
 
 path = sys.argv[1]
-fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+fd = os.open(path, os.O_RDONLY)
 data = ctypes.create_string_buffer(1 << 20)
 in_hook, goes_on = threading.Event(), threading.Event()
 
@@ -106,20 +118,14 @@ def hook(_done):
 
 jobs = {}
 
-def write(name, columns, progress=None):
-    jobs[name] = job = _C.WriteJob(dir_fd=fd, dir_path=path, workers=2, segment_bytes=256 << 10,
-                      use_direct=False, is_durable=False)
-    job.add_file([name], bytes(16), 0)
-    sizes, strides = (1 << 20, columns), (1, 0)
-    row = (0, 0, 0, ctypes.addressof(data), columns << 20, sizes, strides, False,
-           "w", sizes, (0, 0), None, -1)
-    types = [("torch", "ByteStorage", "uint8", 1, 0, 0, "uint8", "uint8", "strided")]
+def write_named(name, columns, progress=None):
+    jobs[name] = new_job(path, fd, name)
     try:
-        job.write([row], types, is_final=True, progress=progress)
+        write(jobs[name], data, columns, progress)
     finally:
         print(name, "is back", flush=True)
 
-threading.Thread(target=write, args=("a", 2048, hook), daemon=True).start()
+threading.Thread(target=write_named, args=("a", 1024, hook), daemon=True).start()
 assert in_hook.wait(600)
 if (child := os.fork()) == 0:
     os._exit(_C.stop_jobs(0))
@@ -127,9 +133,9 @@ print("threads of a forked child:", os.waitpid(child, 0)[1])
 print("threads before:", _C.stop_jobs(0))
 goes_on.set()
 print("threads after:", _C.stop_jobs(600), len(_C.stopped_threads()), flush=True)
-print("is whole:", jobs["a"].report()["done_bytes"] == 2048 << 20)
+print("is whole:", jobs["a"].report()["done_bytes"] == 1024 << 20)
 _C.let_jobs_begin()
-later = threading.Thread(target=write, args=("b", 1))
+later = threading.Thread(target=write_named, args=("b", 1))
 later.start()
 later.join(600)
 sys.exit(3)
@@ -140,7 +146,7 @@ def test_what_is_in_cpp_as_the_interpreter_ends_never_comes_back_and_what_begins
     run_python: RunPython, tmp_path: Path
 ) -> None:
     env = {"PYTHONPATH": str(Path(torch_dcpx.__file__).parents[1])}
-    done = run_python(STOPS, str(tmp_path), env=env, check=False)
+    done = run_python(JOBS + STOPS, str(tmp_path), env=env, check=False)
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.splitlines() == [
         "threads of a forked child: 0",
@@ -230,25 +236,18 @@ has_begun = threading.Event()
 
 states = [{"w": torch.full((1 << 22,), float(value)), "step": value} for value in (2, 3)]
 
-def save(i):
-    dcpx.save(states[i % 2], path, no_dist=True)
-
-def async_save(i):
-    dcpx.async_save(states[i % 2], path, no_dist=True).result()
-
-def load(i):
-    dcpx.load(states[i % 2], path, no_dist=True)
-
-def verify(_):
-    dcpx.verify(path, progress=lambda *_: None)
-
-def export(_):
-    dcpx.export(path, target, overwrite=True, no_dist=True)
+calls = {
+    "save": lambda i: dcpx.save(states[i % 2], path, no_dist=True),
+    "async_save": lambda i: dcpx.async_save(states[i % 2], path, no_dist=True).result(),
+    "load": lambda i: dcpx.load(states[i % 2], path, no_dist=True),
+    "verify": lambda _: dcpx.verify(path, progress=lambda *_: None),
+    "export": lambda _: dcpx.export(path, target, overwrite=True, no_dist=True),
+}
 
 def work():
     try:
         for i in itertools.count():
-            globals()[call](i)
+            calls[call](i)
             has_begun.set()
     except dcpx.DcpxError:  # it was stopped
         if not has_begun.is_set():
@@ -276,7 +275,7 @@ def test_exit_at_any_time_has_the_exit_code_of_python_and_keeps_a_whole_checkpoi
     path = tmp_path / "a"
     save({"w": torch.ones(1 << 22), "step": 1}, path)
     env = {**os.environ, "DCPX_EXIT_TIMEOUT_S": "0"}
-    for ending in itertools.islice(itertools.cycle(CODES), 20):
+    for ending in itertools.islice(itertools.cycle(CODES), 20 if EVERY_POINT else 7):
         pause_s = str(draw.random() / 5)
         args = ["-c", REPEATED, call, str(path), str(tmp_path / "b"), pause_s, ending]
         done = warm_parent().run(args, env=env)
