@@ -8,83 +8,42 @@ another path, are seen.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 SAVES = ("save", "async_save", "manager.save")
 LOADS = ("load", "manager.resume")
 # What a rank may do instead of the call, or in it.
 AWAY = ("skip", "other call", "bad argument", "other option")
-INSIDE = (
-    "raise in state_dict",
-    "interrupt in state_dict",
-    "interrupt in plan",
-    "interrupt in write",
-)
+INSIDE = ("raise in state_dict", "interrupt in state_dict", "interrupt in plan",
+          "interrupt in write")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call.
-
-    Attributes:
-        name: of the function or the manager's method.
-        number: of the save that its path means; 0: of none, nobody has saved there.
-    """
+class Call(NamedTuple):
+    """One call: of a function or a manager's method."""
 
     name: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.name}({self.number})"
+    number: int  # of the save that its path means; 0: of none, nobody has saved there
 
 
-@dataclass(frozen=True)
-class Step:
-    """A call of all ranks, and what some of them do.
-
-    Attributes:
-        deviations: by rank, one of AWAY and INSIDE.
-        late_s: by rank, how much later than the others it comes.
-        others: by rank, what is called instead.
-        waits: whether a background save is waited for at once.
-    """
+class Step(NamedTuple):
+    """A call of all ranks, and what some of them do."""
 
     call: Call
-    deviations: dict[int, str] = field(default_factory=dict)
-    late_s: dict[int, float] = field(default_factory=dict)
-    others: dict[int, Call] = field(default_factory=dict)
-    waits: bool = True
-
-    def __str__(self) -> str:
-        said = [f"rank {rank}: {how}" for rank, how in self.deviations.items()]
-        said += [f"rank {rank} calls {call}" for rank, call in self.others.items()]
-        said += [f"rank {rank} late" for rank in self.late_s]
-        kept = "" if self.waits or self.call.name != "async_save" else ", waited for later"
-        return f"{self.call}{kept} [{'; '.join(said)}]"
+    deviations: dict[int, str]  # by rank, one of AWAY and INSIDE
+    late_s: dict[int, float]  # by rank, how much later than the others it comes
+    others: dict[int, Call]  # by rank, what is called instead
+    waits: bool  # whether a background save is waited for at once
 
 
-@dataclass(frozen=True)
-class Program:
-    """What `ranks` ranks do.
-
-    Attributes:
-        timeout_s: of its saves and loads.
-        is_async: whether its manager saves in the background.
-    """
+class Program(NamedTuple):
+    """What `ranks` ranks do."""
 
     seed: int
     number: int
     ranks: int
-    timeout_s: float
-    is_async: bool
+    timeout_s: float  # of its saves and loads
+    is_async: bool  # whether its manager saves in the background
     steps: tuple[Step, ...]
-
-    def __str__(self) -> str:
-        lines = [
-            f"program {self.number} of DCPX_SEED={self.seed}, {self.ranks} ranks, "
-            f"timeout {self.timeout_s} s, manager {'async' if self.is_async else 'sync'}:"
-        ]
-        return "\n".join([*lines, *(f"  {n}. {step}" for n, step in enumerate(self.steps))])
 
 
 def ranks_of(number: int) -> int:
@@ -111,7 +70,7 @@ def program_of(seed: int, number: int) -> Program:
         return Call(name, rng.choice([*there * 4, 0]))
 
     def step(index: int, count: int) -> Step:
-        made = Step(call(), waits=rng.random() < 0.6)
+        made = Step(call(), {}, {}, {}, rng.random() < 0.6)
         for rank in range(ranks):
             if rng.random() < 0.25:
                 made.late_s[rank] = rng.uniform(0.005, 0.06)

@@ -281,7 +281,7 @@ class Player:
             bad += self.wrong_checkpoints({path for one in said for path in one[2]})
             if bad:
                 ends = [f"rank {r}:\n    " + "\n    ".join(one[0]) for r, one in enumerate(said)]
-                wrong = "\n".join(["BAD", str(self.program), *ends, *bad])
+                wrong = "\n".join([str(self.program), *ends, *bad])
         return str(from_all(f"{name}/verdict", wrong)[0])
 
     def wrong_checkpoints(self, returned: set[str]) -> list[str]:

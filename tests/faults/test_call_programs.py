@@ -52,10 +52,3 @@ def test_two_hundred_programs_of_calls_end_in_typed_errors_and_whole_checkpoints
             calls.append(ranks(count, anew=True).start(played, root, seed, some))
         for call in calls:
             assert call.wait(seconds(3500))[0] == ""
-
-
-def test_program_of_a_seed_and_a_number_is_always_the_same(seed: int) -> None:
-    assert str(program_of(seed, 7)) == str(program_of(seed, 7)) != str(program_of(seed + 1, 7))
-    hows = "".join(str(program_of(seed, number)) for number in range(300))
-    for said in ("skip", "bad argument", "interrupt in write", "calls manager.", "late"):
-        assert said in hows

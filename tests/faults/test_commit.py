@@ -167,17 +167,6 @@ def test_global_save_replaces_the_rank_local_checkpoints_of_all_ranks(
     assert data_files(tmp_path) == referenced(tmp_path)
 
 
-def test_rank_local_metadata_that_cannot_be_read_keeps_everything(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        save_rank_local(state_of(rank), tmp_path, rank)
-    (tmp_path / "__1.metadata").write_bytes(b"\x80\x04garbage")
-    before = data_files(tmp_path)
-    save(state_of(7), tmp_path)
-    assert set(before) < set(data_files(tmp_path))
-    assert (tmp_path / "__1.metadata").exists()
-    assert_loads(state_of(7), tmp_path)
-
-
 def files_seen_while_saving(state: dict[str, Any], directory: Path) -> list[list[str]]:
     """Saves, and returns the data files that were there whenever an item was asked for."""
     seen: list[list[str]] = []

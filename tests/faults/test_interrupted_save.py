@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from support.machine import seconds
-from support.saves import assert_whole, files_in, raises_one, referenced, save
+from support.saves import assert_whole, files_in, raises_one, save
 from support.slow_states import SLOW, CopyingPlanner, Seen, gathered_state, windowed_state
 from support.states import mixed_state
-from support.warm import warm_parent
 
 from torch_dcpx import DcpxWriter, WriteOptions
 from torch_dcpx.writer import files as write_files
@@ -118,49 +114,3 @@ def test_signal_between_the_last_byte_and_the_results_leaves_nothing(
             save(mixed_state(1), tmp_path)
         assert files_in(tmp_path) == before
     assert_whole(mixed_state(), tmp_path)
-
-
-INTERRUPTED = """
-import dataclasses, itertools, signal, sys, torch
-import torch.distributed.checkpoint as dcp
-from support.slow_states import SLOW, gathered_state
-from torch_dcpx import DcpxWriter
-torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-tell = lambda done, total: 0 < done < total and print("writing", flush=True)
-options = dataclasses.replace(SLOW, progress=tell)
-for step in itertools.count(1):  # until the signal comes
-    dcp.save(gathered_state(step), storage_writer=DcpxWriter(sys.argv[1], options=options),
-             no_dist=True, use_collectives=sys.argv[2] == "True")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("use_collectives", [True, False])
-def test_ctrl_c_ends_a_process_that_saves_and_its_checkpoint_is_whole(
-    tmp_path: Path, use_collectives: bool
-) -> None:
-    tests = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    command = ["-c", INTERRUPTED, str(tmp_path / "ckpt"), str(use_collectives)]
-    said = tmp_path / "said"
-    with said.open("w") as out:
-        process = warm_parent().start(command, out, out, env=environment)
-    try:
-        give_up_at = time.monotonic() + seconds(60)
-        while "writing" not in said.read_text():
-            assert time.monotonic() < give_up_at
-            time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
-        process.wait(seconds(60))
-    finally:
-        process.kill()
-    assert "KeyboardInterrupt" in said.read_text()
-    assert process.returncode == (1 if use_collectives else -signal.SIGINT)
-    # The signal came in the first save, or, late, in one of the next.
-    files = files_in(tmp_path / "ckpt")
-    data = {file for file in files if file.endswith(".distcp")}
-    if (".metadata" if use_collectives else "__0.metadata") not in files:
-        assert data == set()
-    elif use_collectives:
-        assert set(referenced(tmp_path / "ckpt")) == data

@@ -1,4 +1,4 @@
-"""Little memory, few files, refused system calls, disks that are full or read-only, odd umasks.
+"""Little memory, few files, refused system calls, read-only disks, odd umasks.
 
 Each case saves and loads in a process of its own, by an entry point: success, or a typed error
 and the old checkpoint whole. DCPX_EVERY_POINT=1 runs every case instead of a sample by seed.
@@ -187,30 +187,7 @@ def read_only(cases: Cases) -> None:
         assert before == sorted(p.name for p in disk.rglob("*"))
 
 
-def full(cases: Cases) -> None:
-    """Disks with room for the old checkpoint and less and less more: a page fewer a case."""
-    page = resource.getpagesize()
-    with mounted(cases.root / "disk", "-t", "tmpfs", "-o", f"size={1 << 30}", "tmpfs") as disk:
-        SAVES["dcp.save"](OLD, disk / "step", OPTIONS)
-        pages = os.statvfs(disk).f_blocks - os.statvfs(disk).f_bavail
-    for more in cases.some(range(pages + 8), points(8)):
-        for way, save in cases.some(SAVES.items(), 1):
-            size = f"size={(pages + more) * page}"
-            with mounted(cases.root / "disk", "-t", "tmpfs", "-o", size, "tmpfs") as disk:
-                path = disk / "step"
-                SAVES["dcp.save"](OLD, path, OPTIONS)
-                ended = in_child(lambda save=save, path=path: save(NEW, path, OPTIONS))
-                there = which(path, OLD, NEW)
-                is_well = there == "new"
-                if "value" not in ended.said:
-                    is_well = bool(ended.said.get("is_typed")) and there == "old"
-                    is_well &= ended.said.get("errno") == errno.ENOSPC
-                    is_well &= len(list(path.iterdir())) == 3  # data, metadata, the lock
-                bad = "" if is_well else f"{there}, {ended}"
-                cases.rows.append((f"{way}, {more} pages more", bad))
-
-
-GROUPS = {group.__name__: group for group in (files, memory, seccomp, umask, read_only, full)}
+GROUPS = {group.__name__: group for group in (files, memory, seccomp, umask, read_only)}
 
 
 def rows_of(root: Path, group: str, seed: int) -> Rows:
@@ -222,13 +199,10 @@ def rows_of(root: Path, group: str, seed: int) -> Rows:
     return cases.rows
 
 
-ROOT_ONLY = ("read_only", "full")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=[pytest.mark.root] * (g in ROOT_ONLY)) for g in GROUPS]
+    "group", [pytest.param(g, marks=[pytest.mark.root] * (g == "read_only")) for g in GROUPS]
 )
 def test_save_and_load_work_or_raise_typed_errors(tmp_path: Path, seed: int, group: str) -> None:
     assert_none_bad(run_alone(rows_of, tmp_path, group, seed, deadline_s=3500))
