@@ -13,7 +13,8 @@ from support.async_saves import assert_saved
 pytestmark = pytest.mark.slow
 
 BEGIN = """
-import sys, torch
+import gc, sys, torch
+gc.unfreeze()  # the end as that of a process of its own
 from pathlib import Path
 from fake_cuda import seam
 from fake_cuda.fake import HELD
