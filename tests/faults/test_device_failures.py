@@ -88,7 +88,8 @@ def test_failing_call_is_a_typed_error_or_nothing_and_the_next_snapshot_works(
         assert has_grown(before, left(device)) == []
 
 
-@pytest.mark.parametrize(("works", "overlap"), [(0, True), (1, False), (2, True)])
+@pytest.mark.parametrize("works", [0, 1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_lost_device_fails_its_snapshot_and_no_other_devices(
     device: FakeCuda, works: int, overlap: bool, seed: int
 ) -> None:
