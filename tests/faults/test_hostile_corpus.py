@@ -39,6 +39,7 @@ def drive(scratch: Path, stride: int, shift: int, change: str = "") -> tuple[int
     return done.returncode, done.stdout + done.stderr[-3000:]
 
 
+@pytest.mark.slow  # as is what it is for
 def test_names_of_the_corpus_are_its_own() -> None:
     names = [(case.kind, case.name) for case in cases()]
     assert len(names) > 1000
