@@ -61,6 +61,7 @@ pytest_plugins = [
     "support.fuse_fixture",
     "support.rank_fixture",
     "support.under_way",
+    "support.warm_commands",
 ]
 
 # What `make test-frameworks`, `make test-pages` and `make test-dfs` install.

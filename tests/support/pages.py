@@ -145,8 +145,8 @@ def write_steps(blocks: list[Block], path: Path) -> Path:
     return path
 
 
-def environment_of_page(home: Path, commands: Path) -> dict[str, str]:
-    """Returns the environment of a page's commands: `dcpx` and `torchrun` are in `commands`."""
+def environment_of_page(home: Path, commands: str) -> dict[str, str]:
+    """Returns the environment of a page's commands: `commands` are folders of them, for PATH."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("DCPX_")}
     home.mkdir()
     return {
