@@ -52,9 +52,9 @@ def test_a_call_without_an_answer_raises_at_the_bound(
         error = unanswered(stopped)
         unanswered(stopped)
     assert error.errno == errno.ETIMEDOUT and error.path == "/mnt/x"
-    assert str(error) == ("open '/mnt/x': no answer for 0 s; save_timeout_s=0.2 bounds the wait")
-    left = [record.message for record in caplog.records]
-    assert left == ["open '/mnt/x': no answer for 0 s; the thread that waits is left behind"]
+    assert "open '/mnt/x'" in str(error) and "save_timeout_s=0.2" in str(error)
+    (left,) = [record.message for record in caplog.records]
+    assert "open '/mnt/x'" in left
 
 
 def test_an_operation_that_got_no_answer_tidies_up_without_waiting_as_long_again(

@@ -270,10 +270,7 @@ def test_error_of_a_callback_is_logged_once_a_type_and_changes_nothing(
     assert len(found) == 4  # the other callback is called
     records = [record for record in caplog.records if record.name == "torch_dcpx"]
     assert [record.exc_info[0] for record in records if record.exc_info] == [ValueError, KeyError]
-    assert records[0].message == (
-        f"a callback of on_event failed behind dcpx.save of '{tmp_path}', which is as it was "
-        "without; its next errors of this type are not logged"
-    )
+    assert f"a callback of on_event failed behind dcpx.save of '{tmp_path}'" in records[0].message
 
 
 def test_cancelled_task_in_a_callback_changes_nothing(

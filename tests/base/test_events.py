@@ -24,34 +24,21 @@ pytestmark = pytest.mark.usefixtures("no_save_is_left")
 # ---- One event for each operation ---------------------------------------------------------------
 
 
-def test_save_ends_with_its_report(tmp_path: Path, heard: list[Any]) -> None:
+def test_save_and_load_end_with_their_reports(tmp_path: Path, heard: list[Any]) -> None:
     report = dcpx.save(STATE, tmp_path).result()
-    (event,) = heard
-    assert type(event) is dcpx.SaveEnded
-    assert (event.call, event.path) == ("dcpx.save", str(tmp_path))
+    staged = async_save(tmp_path).result()
+    loaded = dcpx.load(target(), tmp_path)
+    event, of_async, of_load = heard
+    assert (type(event), event.call, event.path) == (dcpx.SaveEnded, "dcpx.save", str(tmp_path))
     assert event.report is report and event.write is report.write
     assert event.seconds == report.total_s == report.blocked_s
     assert event.ended_ns == event.began_ns + round(report.total_s * 1e9)
-    assert event.staged_bytes == 0
-
-
-def test_async_save_ends_with_its_report_and_what_it_staged(
-    tmp_path: Path, heard: list[Any]
-) -> None:
-    report = async_save(tmp_path).result()
-    (event,) = heard
-    assert (type(event), event.call) == (dcpx.SaveEnded, "dcpx.async_save")
-    assert event.report is report and event.write is report.write
-    assert event.staged_bytes == 4000
-
-
-def test_load_ends_with_its_report(tmp_path: Path, heard: list[Any]) -> None:
-    dcpx.save(STATE, tmp_path)
-    report = dcpx.load(target(), tmp_path)
-    event = heard[1]
-    assert (type(event), event.call, event.path) == (dcpx.LoadEnded, "dcpx.load", str(tmp_path))
-    assert event.report is report and event.read is report.read
-    assert event.seconds == report.total_s
+    assert (event.staged_bytes, of_async.staged_bytes) == (0, 4000)
+    assert (type(of_async), of_async.call) == (dcpx.SaveEnded, "dcpx.async_save")
+    assert of_async.report is staged and of_async.write is staged.write
+    assert (type(of_load), of_load.call) == (dcpx.LoadEnded, "dcpx.load")
+    assert of_load.path == str(tmp_path) and of_load.seconds == loaded.total_s
+    assert of_load.report is loaded and of_load.read is loaded.read
 
 
 def test_load_pretrained_ends_with_its_report(tmp_path: Path, heard: list[Any]) -> None:

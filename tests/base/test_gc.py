@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +28,8 @@ def collects() -> bool:
     return gc.isenabled() and gc.get_threshold()[0] != _gc._PAUSED
 
 
-def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def block() -> None:
-        with paused_gc():
-            entered.set()
-            leave.wait(seconds(60))
-
-    thread = threading.Thread(target=block)
-    with paused_gc():
-        thread.start()
-        assert entered.wait(seconds(60))
-    assert not collects()
-    leave.set()
-    thread.join(seconds(60))
-    assert collects()
-
-
-def test_child_forked_while_another_thread_pauses_collects() -> None:
+@contextlib.contextmanager
+def paused_by_another_thread() -> Iterator[None]:
     entered, leave = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -55,15 +40,34 @@ def test_child_forked_while_another_thread_pauses_collects() -> None:
     thread = threading.Thread(target=block)
     thread.start()
     assert entered.wait(seconds(60))
+    yield
+    leave.set()
+    thread.join(seconds(60))
+
+
+def child_collects(end: Callable[[], object] = lambda: None) -> bool:
+    """Forks; returns whether the child collects, pauses for a block, and collects again."""
     child = os.fork()
     if child == 0:
         is_enabled = collects()
+        end()
         with paused_gc():
             is_paused = not collects()
         os._exit(3 if is_enabled and is_paused and collects() else 1)
-    leave.set()
-    thread.join(seconds(60))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_collections_come_back_after_the_last_block_of_all_threads() -> None:
+    with paused_by_another_thread():
+        with paused_gc():
+            pass
+        assert not collects()
+    assert collects()
+
+
+def test_child_forked_while_another_thread_pauses_collects() -> None:
+    with paused_by_another_thread():
+        assert child_collects()
     assert collects()
 
 
@@ -188,15 +192,8 @@ def test_without_threads_there_is_no_planning_pause(monkeypatch: pytest.MonkeyPa
 def test_child_forked_in_a_planning_pause_collects() -> None:
     pause = PlanningPause()
     pause.begin(_gc._MANY_ITEMS)
-    child = os.fork()
-    if child == 0:
-        is_enabled = collects()
-        pause.end()
-        with paused_gc():
-            is_paused = not collects()
-        os._exit(3 if is_enabled and is_paused and collects() else 1)
+    assert child_collects(pause.end)
     pause.end()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert collects()
 
 
@@ -332,37 +329,23 @@ def test_metadata_read_by_anyone_but_dcp_pauses_nothing(
     assert timers() == []
 
 
-def test_load_whose_plan_fails_leaves_collections_on_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
-    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
-    state = {"w": torch.zeros(1)}
-    dcp.save(state, storage_writer=DcpxWriter(tmp_path), no_dist=True)
-    with pytest.raises(CheckpointException):
-        dcp.load(state, storage_reader=DcpxReader(tmp_path), planner=GcLoadPlanner(fails=True),
-                 no_dist=True)  # fmt: skip
-    for thread in timers():
-        thread.join(seconds(60))
-    assert collects()
-
-
 def test_plan_that_fails_leaves_collections_on_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    state, writer = {"w": torch.zeros(1)}, DcpxWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, no_dist=True)
     monkeypatch.setattr(_gc, "_MANY_ITEMS", 1)
     monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
-    planner = GcPlanner(fails=True)
-    with pytest.raises(CheckpointException):
-        dcp.save(
-            {"w": torch.zeros(1)},
-            storage_writer=DcpxWriter(tmp_path),
-            planner=planner,
-            no_dist=True,
-        )
-    for thread in timers():
-        thread.join(seconds(60))
-    assert collects()
+    for fail in (
+        lambda: dcp.save(state, storage_writer=writer, planner=GcPlanner(True), no_dist=True),
+        lambda: dcp.load(state, storage_reader=DcpxReader(tmp_path), planner=GcLoadPlanner(True),
+                         no_dist=True),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointException):
+            fail()
+        for thread in timers():
+            thread.join(seconds(60))
+        assert collects()
 
 
 def test_objects_of_a_pause_of_many_are_old_when_it_ends() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from support.machine import seconds
 from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
-from torch_dcpx._text import human_bytes
 from torch_dcpx.cli.app import app
 from torch_dcpx.views import items as views_items
 
@@ -37,27 +34,6 @@ def printed(*args: object, code: int = 0) -> Any:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("writer", ["ours", "stock"])
-def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path, writer: Any) -> None:
-    save(STATE, tmp_path, writer)
-    (found,) = printed("inspect", tmp_path, "--parts")
-    assert found["written_by"] == {"ours": "torch-dcpx", "stock": "stock"}[writer]
-    assert found["nbytes"] == sum((tmp_path / name).stat().st_size for name in data_files(tmp_path))
-    items = {item["fqn"]: item for item in found["items"]}
-    assert set(items) == {"model.w", "model.b", "step"}
-    assert items["model.w"]["dtype"] == "float32"
-    assert items["model.w"]["shape"] == [20, 30]
-    (chunk,) = items["model.w"]["parts"]
-    assert chunk["sizes"] == [20, 30]
-    assert chunk["nbytes"] >= 2400
-    assert items["step"]["kind"] == "object"
-    text = dcpx("inspect", tmp_path).stdout
-    stored = human_bytes(sum(item["nbytes"] for item in found["items"]))
-    head = f"3 items (2 tensors, 1 object), 605 parameters (float32), {stored} stored; 1 file of "
-    assert text.splitlines()[1] == head + human_bytes(found["nbytes"])
-    assert re.search(r"^float32  \[20, 30\]      1  \d\.\d\d kB  model\.w$", text, re.MULTILINE)
-
-
 def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     (found,) = printed("inspect", tmp_path, "-k", "*.b", "-k", "st*")
@@ -66,13 +42,6 @@ def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     assert found["parameters"] == 5
     assert "2 of 3 items (1 tensor, 1 object)" in dcpx("inspect", tmp_path, "-k*.b", "-kst*").stdout
     assert "2 names not shown" in dcpx("inspect", tmp_path, "--limit", 1).stdout
-
-
-def test_inspect_of_a_name_that_is_not_there_leads_on(tmp_path: Path) -> None:
-    save(STATE, tmp_path)
-    error = printed("inspect", tmp_path, "-k", "model.*", "-k", "model.v", code=2)["error"]
-    assert (error["type"], error["fqn"]) == ("UnknownNameError", "model.v")
-    assert "did you mean 'model.w'" in error["message"]
 
 
 def test_inspect_makes_only_the_items_that_it_shows(
@@ -88,24 +57,6 @@ def test_inspect_makes_only_the_items_that_it_shows(
     assert len(made) == 7
 
 
-def test_inspect_shows_each_ranks_own_checkpoint(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(
-        STATE, storage_writer=torch_dcpx.DcpxWriter(tmp_path), no_dist=True, use_collectives=False
-    )
-    (found,) = printed("inspect", tmp_path)
-    assert found["metadata_file"] == "__0.metadata"
-    assert len(found["items"]) == 3
-
-
-def test_names_cannot_move_the_cursor(tmp_path: Path) -> None:
-    save({"a\x1b[2Jb\nc": torch.ones(2)}, tmp_path)
-    text = dcpx("inspect", tmp_path).stdout
-    assert "\x1b" not in text
-    assert r"a\x1b[2Jb\nc" in text
-
-
 def cut(folder: Path) -> None:
     os.truncate(folder / data_files(folder)[0], 1000)
 
@@ -114,36 +65,6 @@ def damage_metadata(folder: Path) -> None:
     data = bytearray((folder / ".metadata").read_bytes())
     data[len(data) // 2] ^= 1
     (folder / ".metadata").write_bytes(data)
-
-
-@pytest.mark.parametrize(
-    ("harm", "state", "problem"),
-    [
-        (lambda _: None, "committed", ""),
-        (cut, "committed", "has 1000 B"),
-        (lambda folder: (folder / data_files(folder)[0]).unlink(), "committed", "is missing"),
-        (damage_metadata, "unreadable", "CorruptionError"),
-        (
-            lambda folder: (folder / ".metadata").unlink(),
-            "unfinished",
-            "dcpx repair --accept-assumptions",
-        ),
-    ],
-)
-def test_ls_says_what_is_whole(
-    tmp_path: Path, harm: Callable[[Path], None], state: str, problem: str
-) -> None:
-    for step in (2, 10):
-        save(STATE, tmp_path / f"step-{step}")
-    (tmp_path / "logs").mkdir()
-    harm(tmp_path / "step-10")
-    found = printed("ls", tmp_path, code=1 if problem else 0)
-    assert [each["name"] for each in found] == ["step-2", "step-10"]
-    assert found[0]["state"] == "committed"
-    assert found[1]["state"] == state
-    assert problem in found[1]["problem"]
-    assert len(printed("ls", tmp_path, "--all", code=1 if problem else 0)) == 3
-    assert printed("ls", tmp_path / "step-2")[0]["state"] == "committed"
 
 
 def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
@@ -191,24 +112,6 @@ def test_verify_takes_roots_and_several_paths(tmp_path: Path) -> None:
     (tmp_path / "run/step-1/.metadata").unlink()  # a save that did not end
     assert printed("verify", tmp_path / "run", code=1)[0]["findings"][0]["kind"] == "uncommitted"
     assert printed("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
-
-
-def test_verify_of_a_directory_without_any_checkpoint_answers_nothing(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    error = printed("verify", tmp_path, code=2)["error"]
-    assert "holds no checkpoint, nor does what lies beneath it" in error["message"]
-
-
-def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
-    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "y.pt", no_dist=True)
-    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "out", no_dist=True)
-    for target in ("y.pt", "out"):
-        result = dcpx("verify", tmp_path / target)
-        assert result.exit_code == 0, result.output
-        assert "1 part in 1 file," in result.output
-    (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
-    assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
-    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2
 
 
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:

@@ -113,17 +113,19 @@ def test_page_of_a_damaged_checkpoint_says_so(tmp_path: Path) -> None:
     assert f"'{file}' has 100 B" in one["faults"][0]
 
 
-@pytest.mark.parametrize("seconds", [1e12, -1e12, 1e300, float("inf"), float("nan")])
 def test_page_of_a_file_of_an_impossible_year_has_no_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(STATE, tmp_path / "a")
     look = PosixPlace.look
-    monkeypatch.setattr(
-        PosixPlace, "look", lambda place: look(place)._replace(modified_s=lambda _: seconds)
-    )
-    (one,) = drawn(tmp_path / "out.html", "inspect", tmp_path / "a")["checkpoints"]
-    assert one["saved"] == ""
+    for number, seconds in enumerate((1e12, -1e12, 1e300, float("inf"), float("nan"))):
+        monkeypatch.setattr(
+            PosixPlace,
+            "look",
+            lambda place, s=seconds: look(place)._replace(modified_s=lambda _: s),
+        )
+        (one,) = drawn(tmp_path / f"{number}.html", "inspect", tmp_path / "a")["checkpoints"]
+        assert one["saved"] == "", seconds
 
 
 def test_page_of_diff_has_every_name_of_both_sides(tmp_path: Path) -> None:
@@ -181,28 +183,29 @@ def test_page_names_no_address_and_its_policy_allows_its_own_scripts_alone(tmp_p
     assert re.findall(r"<(?:link|img|iframe|base|script src)\b|@import|url\(", text) == []
 
 
-@pytest.mark.parametrize("name", [
+HOSTILE = [
     "</script><script>alert(1)</script>", "<!--<script>", "]]>", "$script", "a\ud800\u2028b",
-    "&lt;",
-])  # fmt: skip
-def test_hostile_name_stays_in_the_data(tmp_path: Path, name: str) -> None:
-    shapes = []
-    for number, each in enumerate((name, "plain")):
-        directory = tmp_path / str(number) / each.replace("/", "").replace("\ud800", "")
-        save({each: torch.ones(2)}, directory)
+    "&lt;", "plain",
+]  # fmt: skip
+
+
+def test_hostile_name_stays_in_the_data(tmp_path: Path) -> None:
+    shapes = set()
+    for number, name in enumerate(HOSTILE):
+        directory = tmp_path / str(number) / name.replace("/", "").replace("\ud800", "")
+        save({name: torch.ones(2)}, directory)
         out = tmp_path / f"{number}.html"
         (one,) = drawn(out, "inspect", directory)["checkpoints"]
-        assert one["items"]["name"] == [each.replace("\ud800\u2028", r"\ud800\u2028")]
-        drawn(tmp_path / "diff.html", "diff", directory, directory)
-        (tmp_path / "diff.html").unlink()
-        shapes.append(re.sub(r'(type="application/json">).*?</script>', r"\1", out.read_text()))
-    assert shapes[0] == shapes[1]
+        assert one["items"]["name"] == [name.replace("\ud800\u2028", r"\ud800\u2028")]
+        drawn(tmp_path / f"{number}.diff.html", "diff", directory, directory)
+        shapes.add(re.sub(r'(type="application/json">).*?</script>', r"\1", out.read_text()))
+    assert len(shapes) == 1
 
 
-def test_page_of_100_000_tensors_is_small_and_reads_metadata_alone(
+def test_page_of_10_000_tensors_is_small_and_reads_metadata_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forge_many(tmp_path / "many", 100_000)
+    forge_many(tmp_path / "many", 10_000)
     opened: list[str] = []
     plainly = Directory.open_regular
     monkeypatch.setattr(
@@ -210,8 +213,8 @@ def test_page_of_100_000_tensors_is_small_and_reads_metadata_alone(
     )
     (one,) = drawn(tmp_path / "out.html", "inspect", tmp_path / "many")["checkpoints"]
     assert set(opened) == {".metadata"}
-    assert len(one["items"]["name"]) == 100_000 and len(one["layouts"]) == 7
-    assert (tmp_path / "out.html").stat().st_size < 20e6
+    assert len(one["items"]["name"]) == 10_000 and len(one["layouts"]) == 7
+    assert (tmp_path / "out.html").stat().st_size < 2.1e6
 
 
 def test_diff_with_a_page_reads_no_more_than_without(
@@ -248,46 +251,36 @@ def test_file_that_is_there_is_refused_and_a_page_is_replaced_on_request(tmp_pat
     assert data_in(out)["equal"] == 3
 
 
-@pytest.mark.parametrize("kind", ["another page", "a link", "a directory", "a dead link"])
-def test_what_is_no_page_of_ours_is_never_replaced(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_page_of_ours_is_never_replaced(tmp_path: Path) -> None:
     save(STATE, tmp_path / "a")
-    out = tmp_path / "out.html"
-    if kind == "another page":
-        out.write_text("<!doctype html><title>mine</title>")
-    elif kind == "a directory":
-        out.mkdir()
-    else:
-        out.symlink_to(tmp_path / "real.html")
-        if kind == "a link":
-            drawn(tmp_path / "real.html", "inspect", tmp_path / "a")
+    drawn(tmp_path / "real.html", "inspect", tmp_path / "a")
+    (tmp_path / "text.html").write_text("<!doctype html><title>mine</title>")
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "real.html")
+    (tmp_path / "dead.html").symlink_to(tmp_path / "nowhere.html")
     before = sorted(path.name for path in tmp_path.iterdir())
-    for command in (["inspect", tmp_path / "a"], ["diff", tmp_path / "a", tmp_path / "a"]):
-        said = refused(*command, "--html", out, "--overwrite")
-        assert "it is no page that dcpx has written" in said
+    for name in ("text", "folder", "link", "dead"):
+        for command in (["inspect", tmp_path / "a"], ["diff", tmp_path / "a", tmp_path / "a"]):
+            said = refused(*command, "--html", tmp_path / f"{name}.html", "--overwrite")
+            assert "no page that dcpx has written" in said, name
     assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert kind != "another page" or out.read_text().endswith("<title>mine</title>")
+    assert (tmp_path / "text.html").read_text().endswith("<title>mine</title>")
 
 
-@pytest.mark.parametrize(("name", "why"), [
-    ("out", "must end in .html"), ("-", "must end in .html"), ("", "is empty"),
-    ("s3://bucket/out.html", "is a URL; name a file, and copy it there"),
-    ("none/out.html", "No such file or directory"), ("file/out.html", "Not a directory"),
-])  # fmt: skip
 def test_place_that_cannot_have_a_page_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(STATE, tmp_path / "a")
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(PosixPlace, "look", lambda _: pytest.fail("it has looked"))
-    assert why in " ".join(refused("inspect", "a", "--html", name).split())
-    assert why in " ".join(refused("diff", "a", "a", "--html", name).split())
+    for name, why in (
+        ("out", ".html"), ("-", ".html"), ("", "is empty"), ("s3://bucket/out.html", "is a URL"),
+        ("none/out.html", "No such file or directory"), ("file/out.html", "Not a directory"),
+    ):  # fmt: skip
+        for command in (["inspect", "a"], ["diff", "a", "a"]):
+            assert why in " ".join(refused(*command, "--html", name).split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
-
-
-def test_overwrite_without_a_page_is_refused(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "a")
-    assert "--overwrite is for --html" in refused("inspect", tmp_path / "a", "--overwrite")
 
 
 def test_failed_write_leaves_the_old_page_and_nothing_beside(

@@ -14,7 +14,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support.held_saves import under_way
+from support.machine import seconds
 from support.saves import change, data_files, save
+from support.warm import warm_parent
 
 import torch_dcpx
 from torch_dcpx.cli.app import app
@@ -148,27 +150,33 @@ def test_trainers_output_is_shown_two_levels_down(tmp_path: Path) -> None:
     assert dcpx("gc", tmp_path) == []
 
 
+JOB = """
+import sys, torch, torch_dcpx
+from pathlib import Path
+with torch_dcpx.CheckpointManager(sys.argv[1], no_dist=True, keep_last=2) as manager:
+    step = 0
+    while not Path(sys.argv[2]).exists():
+        step += 1
+        manager.save(step, state={"w": torch.ones(3000)})
+"""
+
+
 def test_verify_beside_retention_never_calls_what_it_removes_damaged(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch, torch_dcpx\n"
-        "with torch_dcpx.CheckpointManager(sys.argv[1], no_dist=True, keep_last=2) as manager:\n"
-        "    for step in range(1, 61):\n"
-        "        manager.save(step, state={'w': torch.ones(3000)})\n"
-    )
-    job = subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"])
+    run, end = tmp_path / "run", tmp_path / "end"
+    out = sys.__stderr__
+    job = warm_parent().start(["-c", JOB, str(run), str(end)], out, out, env=os.environ)
     try:
-        looks = 0
-        while job.poll() is None:
-            if (tmp_path / "run/step-2").exists() or looks:
-                looks += 1
-                for verb in VERBS:
-                    result = CliRunner().invoke(app, [verb, str(tmp_path / "run")])
-                    assert result.exit_code == 0, result.output
+        while not (run / "step-3").exists():
+            assert job.poll() is None
+        for _ in range(6):
+            for verb in VERBS:
+                result = CliRunner().invoke(app, [verb, str(run)])
+                assert result.exit_code == 0, result.output
+        end.touch()
+        assert job.wait(seconds(60)) == 0
     finally:
         job.kill()
-        job.wait()
-    assert looks > 3
-    assert dcpx("ls", tmp_path / "run", "--newest")["step"] == 60
+    assert dcpx("ls", run, "--newest")["step"] > 3
 
 
 def test_doctor_sees_damage_as_ls_does(root: Path) -> None:

@@ -59,14 +59,29 @@ def test_output_that_cannot_be_written_is_no_damage(tail: str, code: int) -> Non
         "full" in tail)  # fmt: skip
 
 
+BOTH = """
+import sys
+from torch_dcpx.cli import main
+for args in (["inspect", sys.argv[1]], ["cat", *sys.argv[1:]]):
+    sys.argv[1:] = args
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code
+"""
+
+
 def test_names_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     save({"权重": torch.ones(3), "modèle": torch.ones(3)}, tmp_path / "étape")
-    plain = {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
-    poor = dcpx(f"inspect {tmp_path}/étape", LC_ALL="POSIX", **plain)
-    assert poor.returncode == 0 and not poor.stderr
-    assert r"  \u6743\u91cd" in poor.stdout and r"  mod\xe8le" in poor.stdout
-    named = dcpx(f"cat {tmp_path}/étape 权重", LC_ALL="POSIX", **plain)
-    assert named.stdout.startswith(r"\u6743\u91cd: float32 [3]"), named.stderr
+    poor = {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+    said = subprocess.run(
+        [sys.executable, "-c", BOTH, str(tmp_path / "étape"), "权重"],
+        env={**os.environ, **poor, "LC_ALL": "POSIX"},
+        capture_output=True, encoding="utf-8", timeout=seconds(60), check=True,
+    )  # fmt: skip
+    assert not said.stderr
+    assert r"  \u6743\u91cd" in said.stdout and r"  mod\xe8le" in said.stdout
+    assert "\n" + r"\u6743\u91cd: float32 [3]" in said.stdout
 
 
 class _Full(io.FileIO):

@@ -73,36 +73,34 @@ DOORS: list[tuple[Door, str]] = [
 ]
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: f"{door[0].__name__}-{door[1]}")
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("mine", [MINE, b"", b"PK\x03\x04", b"[" * 9999, bytes(64)])
-def test_a_file_of_another_kind_stays(
-    saved: Path, tmp_path: Path, door: tuple[Door, str], overwrite: bool, mine: bytes
+def each_door(test: Any) -> Any:
+    ids = [f"{door[0].__name__}-{door[1]}" for door in DOORS]
+    return pytest.mark.parametrize("door", DOORS, ids=ids)(test)
+
+
+@each_door
+def test_a_file_of_another_kind_stays_and_one_of_the_same_is_replaced_if_asked(
+    saved: Path, tmp_path: Path, door: tuple[Door, str]
 ) -> None:
     call, name = door
     out = tmp_path / "out"
     out.mkdir()
-    (out / name).write_bytes(mine)
-    with pytest.raises(OptionError, match="is there; name another"):
-        call(saved, out / name, overwrite=overwrite)
-    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [(name, mine)]
-
-
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: f"{door[0].__name__}-{door[1]}")
-def test_one_of_the_same_kind_is_replaced_if_asked(
-    saved: Path, tmp_path: Path, door: tuple[Door, str]
-) -> None:
-    call, name = door
-    path = tmp_path / "out" / name
+    for overwrite in (False, True):
+        for mine in (MINE, b"", b"PK\x03\x04", b"[" * 9999, bytes(64)):
+            (out / name).write_bytes(mine)
+            with pytest.raises(OptionError, match="is there"):
+                call(saved, out / name, overwrite=overwrite)
+            assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [(name, mine)]
+    path = tmp_path / "more" / name
     path.parent.mkdir()
     call(saved, path)
-    with pytest.raises(OptionError, match="is there; name another"):
+    with pytest.raises(OptionError, match="is there"):
         call(saved, path)
     call(saved, path, overwrite=True)
     assert not [path for path in path.parent.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: f"{door[0].__name__}-{door[1]}")
+@each_door
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("has_rename", [False, True])
 def test_a_file_that_comes_meanwhile_stays(
@@ -147,7 +145,7 @@ def test_a_file_that_comes_meanwhile_stays(
             raise OSError(errno.EINVAL, "no such rename")
 
         monkeypatch.setattr(_replacing, "rename_new", none)
-    with pytest.raises(OptionError, match="is there; name another"):
+    with pytest.raises(OptionError, match="is there"):
         call(saved, out / name, overwrite=overwrite)
     assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [(name, MINE)]
 
@@ -176,7 +174,7 @@ def test_the_last_rename_of_an_export_replaces_nothing_unasked(
             (out / "model.safetensors").write_bytes(MINE)
 
     monkeypatch.setattr(ArtifactFiles, "_refuse_taken", refuse_then_put)
-    with pytest.raises(OptionError, match="is there; name another"):
+    with pytest.raises(OptionError, match="is there"):
         dcpx.export(saved, out)
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert (out / "model.safetensors").read_bytes() == MINE

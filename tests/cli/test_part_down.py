@@ -53,25 +53,35 @@ def take_down(client: MountedClient, names: str, lookup: int) -> None:
     client.forget()
 
 
-@LOOKUPS
-@pytest.mark.parametrize("down", [".metadata", ".[md]*", ".*"])
-@pytest.mark.parametrize("where", ["root/step-2", "plain"])
+def assert_unharmed(client: MountedClient, path: Path, before: dict[str, bytes]) -> None:
+    client.clear()
+    client.forget()
+    assert stored_files(path) == before
+
+
+@pytest.mark.parametrize(
+    ("down", "lookup"),
+    [
+        (".metadata", errno.ENOENT),
+        (".[md]*", errno.ENOENT),
+        (".*", errno.ENOENT),
+        (".metadata", errno.ENOTCONN),
+    ],
+)
 def test_hidden_metadata_are_no_save_that_did_not_end(
-    two_clients: Clients, down: str, lookup: int, where: str
+    two_clients: Clients, down: str, lookup: int
 ) -> None:
     client, _ = two_clients
     base = save_two(client)
     before = stored_files(base)
     take_down(client, down, lookup)
-    for words in COMMANDS:
-        code, text = dcpx(*words, base / where)
-        assert code != 0, (words, text)
-        assert not any(wrong in text for wrong in WRONG), (words, text)
-        says = os.strerror(lookup) if lookup == errno.ENOTCONN else "part of the file system"
-        assert says in text, (words, text)
-    client.clear()
-    client.forget()
-    assert stored_files(base) == before
+    says = os.strerror(lookup) if lookup == errno.ENOTCONN else "part of the file system"
+    for where in ("root/step-2", "plain"):
+        for words in COMMANDS:
+            code, text = dcpx(*words, base / where)
+            assert code != 0 and says in text, (words, text)
+            assert not any(wrong in text for wrong in WRONG), (words, text)
+    assert_unharmed(client, base, before)
     assert dcpx("verify", base)[0] == 0
 
 
@@ -86,9 +96,7 @@ def test_one_hidden_checkpoint_hides_no_other(two_clients: Clients, lookup: int)
         assert code == 2, (words, text)
         assert not any(wrong in text for wrong in WRONG), (words, text)
         assert "step-2" in text or "1 unreadable" in text, (words, text)
-    client.clear()
-    client.forget()
-    assert stored_files(root) == before
+    assert_unharmed(client, root, before)
 
 
 @LOOKUPS
@@ -106,9 +114,7 @@ def test_directory_in_which_all_is_hidden_is_no_empty_one(
             code, text = dcpx(*words, path)
             assert code == 2, (words, text)
             assert not any(wrong in text for wrong in WRONG), (words, text)
-    client.clear()
-    client.forget()
-    assert stored_files(root) == before
+    assert_unharmed(client, root, before)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT])
@@ -162,9 +168,7 @@ def test_save_that_was_killed_over_a_checkpoint_leaves_it_alone(two_clients: Cli
     for words in (["gc", "--delete"], ["ls"]):
         code, text = dcpx(*words, path)
         assert code == 2 and "part of the file system" in text, (words, text)
-    client.clear()
-    client.forget()
-    assert stored_files(path) == before
+    assert_unharmed(client, path, before)
 
 
 def test_rank_whose_metadata_are_hidden_keeps_its_files(two_clients: Clients) -> None:
@@ -180,6 +184,4 @@ def test_rank_whose_metadata_are_hidden_keeps_its_files(two_clients: Clients) ->
         code, text = dcpx(*words, path)
         assert code != 0 and "part of the file system" in text, (words, text)
         assert "`dcpx repair" not in text, (words, text)
-    client.clear()
-    client.forget()
-    assert stored_files(path) == before
+    assert_unharmed(client, path, before)

@@ -76,19 +76,8 @@ def suite(tmp_path: Path) -> Suite:
     return Suite(tmp_path)
 
 
-def past() -> float:
-    return time.time() - 60
-
-
-def future() -> float:
-    return time.time() + 36_000
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-def test_what_did_not_begin_in_the_time_is_named_and_no_failure(
-    suite: Suite, processes: int
-) -> None:
-    done = suite.run("--draw=abc", f"--until={past()}", failing_other=3, processes=processes)
+def test_what_did_not_begin_in_the_time_is_named_and_no_failure(suite: Suite) -> None:
+    done = suite.run("--draw=abc", f"--until={time.time() - 60}", failing_other=3)
     assert done.returncode == 0, done.stdout + done.stderr
     assert suite.not_run() == sorted(suite.others)
     assert "0 of 20 tests ran, drawn by abc; 20 did not begin in the time" in done.stdout
@@ -96,19 +85,17 @@ def test_what_did_not_begin_in_the_time_is_named_and_no_failure(
     assert re.fullmatch(r"=+ .* in .* =+", done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_the_core_runs_whole_and_alone_the_longest_first(suite: Suite, processes: int) -> None:
-    done = suite.run("--core", processes=processes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(ran(done)) == suite.core
-    assert processes or ran(done)[0] == suite.core[3]
-    assert re.fullmatch(r"=+ 6 passed in .* =+", done.stdout.splitlines()[-1])
+def test_the_core_runs_whole_and_alone_the_longest_first(suite: Suite) -> None:
+    done = suite.run("--core", processes=0, failing_core=2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert sorted(ran(done)) == suite.core and ran(done)[0] == suite.core[3]
+    assert re.fullmatch(r"=+ 1 failed, 5 passed in .* =+", done.stdout.splitlines()[-1])
 
 
 def test_too_late_names_the_tests_whose_seconds_are_known_and_collects_none(suite: Suite) -> None:
     seconds = dict.fromkeys([*suite.core, *suite.others[:7]], 1.0)
     (suite.folder / "durations.json").write_text(json.dumps({"seconds": seconds}))
-    done = suite.run("--draw=abc", f"--until={past()}", "--too-late", processes=0)
+    done = suite.run("--draw=abc", f"--until={time.time() - 60}", "--too-late", processes=0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert suite.not_run() == sorted(suite.others[:7])
     assert "0 of 7 tests ran, drawn by abc; 7 did not begin in the time" in done.stdout
@@ -116,47 +103,41 @@ def test_too_late_names_the_tests_whose_seconds_are_known_and_collects_none(suit
 
 
 def test_a_test_that_has_begun_ends_and_no_other_begins(suite: Suite) -> None:
-    until = time.time() + seconds(10)
+    until = time.time() + seconds(3)
     done = suite.run("--draw=abc", f"--until={until}", waiting_until=until, processes=0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(suite.not_run()) == 19
     assert re.fullmatch(r"=+ 1 passed, .* =+", done.stdout.splitlines()[-1])
 
 
-def test_what_failed_fails_the_run(suite: Suite) -> None:
-    done = suite.run("--draw=abc", f"--until={future()}", failing_other=3)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert suite.not_run() == []
-    assert re.fullmatch(r"=+ 1 failed, 19 passed in .* =+", done.stdout.splitlines()[-1])
-    said = done.stdout.partition("20 of 20 tests ran")[2]
-    assert suite.others[3] in said.splitlines() and "assert 3 != 3" in said, done.stdout
-    assert suite.run("--core", failing_core=2).returncode == 1
-
-
-def test_tests_begin_in_the_order_that_the_text_draws(suite: Suite) -> None:
-    orders = [ran(suite.run(f"--draw={text}", processes=0)) for text in ("abc", "abc", "def")]
-    assert orders[0] == orders[1] != orders[2]
-    for found in orders:
-        assert sorted(found) == sorted(suite.others)
+def test_tests_begin_in_the_order_that_is_drawn_and_what_failed_fails_the_run(suite: Suite) -> None:
+    orders = {text: drawn.order(suite.others, text) for text in ("abc", "def")}
+    assert orders["abc"] != orders["def"]
+    for text, processes in (("abc", 0), ("def", 2)):
+        later = f"--until={time.time() + 36_000}"
+        done = suite.run(f"--draw={text}", later, failing_other=3, processes=processes)
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert sorted(ran(done)) == sorted(suite.others) and suite.not_run() == []
+        assert processes or ran(done) == orders[text]
+        assert re.fullmatch(r"=+ 1 failed, 19 passed.* in .* =+", done.stdout.splitlines()[-1])
+        said = done.stdout.partition("20 of 20 tests ran")[2]
+        assert suite.others[3] in said.splitlines() and "assert 3 != 3" in said, done.stdout
 
 
 def test_shards_take_each_test_once(suite: Suite) -> None:
-    found = [ran(suite.run(f"--shard={k}/3", processes=0)) for k in (1, 2, 3)]
-    assert sorted(name for part in found for name in part) == sorted([*suite.core, *suite.others])
-    assert max(map(len, found)) - min(map(len, found)) <= 1  # one is measured: the mean of all
-
-
-def test_no_shard_is_refused(suite: Suite) -> None:
-    for text in ("0/3", "4/3"):
-        done = suite.run(f"--shard={text}", processes=0)
-        assert done.returncode == 4
-        assert f"'{text}' is no part K/N, for example 3/8" in done.stderr
+    names = [*suite.core, *suite.others]
+    parts = [drawn.shard(names, set(names), k, 3) for k in (1, 2, 3)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert set(ran(suite.run("--shard=1/3", processes=0)))
+    done = suite.run("--shard=4/3", processes=0)
+    assert done.returncode == 4 and "'4/3' is no part K/N" in done.stderr
 
 
 def test_durations_of_what_ran_take_the_place_of_older_ones(suite: Suite, tmp_path: Path) -> None:
     path, other = tmp_path / "new.json", suite.others[0]
     path.write_text(json.dumps({"seconds": {suite.core[3]: 99.0, other: 9.0, "gone.py::x": 1.0}}))
-    options = f"--durations-to={path}", f"--began={past()}"
+    options = f"--durations-to={path}", f"--began={time.time() - 60}"
     suite.run("--core", *options, processes=0)
     found = json.loads(path.read_text())
     assert found["seconds"].keys() == {*suite.core, other, "gone.py::x"}

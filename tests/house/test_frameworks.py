@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from conftest import ROOT
 
 (_NAMES,) = re.findall(r"^FRAMEWORK \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -14,19 +13,15 @@ RECIPES = {"ray", "hydra"}  # that do not call DCP: their examples use our manag
 CALL_DCP = [name for name in FRAMEWORKS if name not in RECIPES]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
+def test_each_framework_has_its_files_and_no_other_is_there() -> None:
+    for pattern, names in (
         ("examples/frameworks/train_*.py", FRAMEWORKS),
         ("docs/frameworks/*.md", FRAMEWORKS),
         ("requirements/frameworks/*.txt", TESTED),
         ("tests/frameworks/test_*.py", TESTED),
-    ],
-)
-def test_each_framework_has_its_file_and_no_other_is_there(pattern: str, names: list[str]) -> None:
-    expected = {ROOT / pattern.replace("*", name) for name in names}
-    found = {path for path in ROOT.glob(pattern) if path.name != "index.md"}  # of all of them
-    assert found == expected
+    ):
+        expected = {ROOT / pattern.replace("*", name) for name in names}
+        assert {path for path in ROOT.glob(pattern) if path.name != "index.md"} == expected
 
 
 def test_workflow_runs_each_framework() -> None:
@@ -36,27 +31,26 @@ def test_workflow_runs_each_framework() -> None:
     assert "make test-frameworks FRAMEWORK=${{ matrix.framework }}" in workflow
 
 
-@pytest.mark.parametrize("name", TESTED)
-def test_requirements_are_pinned_and_so_is_torch(name: str) -> None:
-    text = (ROOT / "requirements" / "frameworks" / f"{name}.txt").read_text()
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert "torch==2.13.0" in lines
-    assert [line for line in lines if not re.match(r"[\w-]+(\[\w+\])?==[\w.]+(; |$)", line)] == []
+def test_requirements_are_pinned_and_so_is_torch() -> None:
+    pinned = re.compile(r"[\w-]+(\[\w+\])?==[\w.]+(; |$)")
+    for name in TESTED:
+        text = (ROOT / "requirements" / "frameworks" / f"{name}.txt").read_text()
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        assert "torch==2.13.0" in lines, name
+        assert [line for line in lines if not pinned.match(line)] == []
 
 
-@pytest.mark.parametrize("name", CALL_DCP)
-def test_example_knows_nothing_of_us(name: str) -> None:
-    source = (ROOT / "examples" / "frameworks" / f"train_{name}.py").read_text()
-    assert re.findall(r"torch_dcpx|\bdcpx\.\w|DCPX_", source) == []
+def test_example_knows_nothing_of_us() -> None:
+    for name in CALL_DCP:
+        source = (ROOT / "examples" / "frameworks" / f"train_{name}.py").read_text()
+        assert re.findall(r"torch_dcpx|\bdcpx\.\w|DCPX_", source) == [], name
 
 
-@pytest.mark.parametrize(
-    ("page", "names"), [("frameworks/index.md", CALL_DCP), ("index.md", FRAMEWORKS)]
-)
-def test_pages_are_linked(page: str, names: list[str]) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    links = re.findall(r"\]\((?:frameworks/)?(\w+)\.md(?:#[\w-]+)?\)", text)
-    assert set(links) >= set(names)
+def test_pages_are_linked() -> None:
+    for page, names in (("frameworks/index.md", CALL_DCP), ("index.md", FRAMEWORKS)):
+        text = (ROOT / "docs" / page).read_text()
+        links = re.findall(r"\]\((?:frameworks/)?(\w+)\.md(?:#[\w-]+)?\)", text)
+        assert set(links) >= set(names)
 
 
 def test_bench_has_each_framework() -> None:

@@ -7,6 +7,7 @@ torch_dcpx.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,9 @@ ENDS_THE_PROCESS = re.compile(
     r"(?<![\w.>])(?:std::|::)?(assert|printf|fprintf|puts|abort|exit|_exit|_Exit|quick_exit"
     r"|terminate)\s*\(|std::c(?:out|err|log)\b"
 )
+
+
+TAKES_THE_GIL = re.compile(r"gil_scoped_\w+|PyGILState_\w+|PyEval_\w+Thread")
 
 
 def cpp_files() -> list[Path]:
@@ -127,29 +131,27 @@ def test_the_table_of_rooms_has_no_cycle() -> None:
         assert all(order.index(other) < order.index(room) for other in below), room
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
-def test_includes_point_one_way(path: Path) -> None:
-    found = forbidden_includes(path.relative_to(CSRC).parts[0], path.read_text())
-    is_check = str(path.relative_to(CSRC)) == READS_CUDA_H
-    assert found == (["cuda.h", "cudaTypedefs.h"] if is_check else [])
+def test_includes_point_one_way_and_name_files_from_the_root_of_csrc() -> None:
+    wrong = {}
+    for path in cpp_files():
+        name, source = str(path.relative_to(CSRC)), path.read_text()
+        found = forbidden_includes(path.relative_to(CSRC).parts[0], source)
+        if found != (["cuda.h", "cudaTypedefs.h"] if name == READS_CUDA_H else []):
+            wrong[name] = found
+        quoted = [header for is_system, header in includes(source) if not is_system]
+        if missing := [header for header in quoted if not (CSRC / header).is_file()]:
+            wrong[name] = missing
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
-def test_quoted_includes_name_files_from_the_root_of_csrc(path: Path) -> None:
-    quoted = [header for is_system, header in includes(path.read_text()) if not is_system]
-    assert [header for header in quoted if not (CSRC / header).is_file()] == []
-
-
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
-def test_csrc_neither_prints_nor_ends_the_process(path: Path) -> None:
-    found = [match[0] for match in ENDS_THE_PROCESS.finditer(code_of(path.read_text()))]
-    assert found == []
-
-
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(CSRC)))
-def test_only_gil_h_takes_the_gil(path: Path) -> None:
-    found = re.findall(r"gil_scoped_\w+|PyGILState_\w+|PyEval_\w+Thread", code_of(path.read_text()))
-    assert found == [] or path.stem == "gil"
+def test_csrc_neither_prints_nor_ends_the_process_and_only_gil_h_takes_the_gil() -> None:
+    wrong = []
+    for path in cpp_files():
+        code = code_of(path.read_text())
+        wrong += [(path.name, match[0]) for match in ENDS_THE_PROCESS.finditer(code)]
+        if path.stem != "gil":
+            wrong += [(path.name, name) for name in TAKES_THE_GIL.findall(code)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
@@ -157,17 +159,10 @@ def test_only_gil_h_takes_the_gil(path: Path) -> None:
     [
         ("plan", '#include "common/bytes.h"', True),
         ("plan", '#include "io/file.h"', False),
-        ("format", '#include "io/file.h"', False),
-        ("common", '#include "format/names.h"', False),
-        ("engine", '#include "bind/table.h"', False),
         ("engine", "#include <pybind11/pybind11.h>", False),
         ("engine", "#include <Python.h>", False),
-        ("engine", '#include "dcp/objects.h"', False),
         ("dcp", "#include <pybind11/pybind11.h>", True),
-        ("dcp", '#include "bind/bind.h"', False),
-        ("bind", "#include <pybind11/pybind11.h>", True),
         ("bind", "#include <torch/extension.h>", False),
-        ("bind", "#include <ATen/ATen.h>", False),
         ("device", "#include <c10/cuda/CUDAStream.h>", False),
         ("device", "#include <cuda_runtime.h>", False),
         ("io", "  #  include <fcntl.h>", True),
@@ -182,13 +177,10 @@ def test_the_include_rule_itself(room: str, line: str, is_allowed: bool) -> None
     [
         ("  assert(x);", True),
         ("std::abort();", True),
-        ("::exit(1);", True),
         ('std::fprintf(stderr, "x");', True),
         ("std::cerr << 1;", True),
         ("static_assert(x);", False),
-        ("// assert(x)", False),
-        ('throw "exit(1)";', False),
-        ("std::snprintf(a, 4, b);", False),
+        ('throw "exit(1)"; // assert(x)', False),
         ("job.abort();", False),
     ],
 )
@@ -199,28 +191,30 @@ def test_the_print_rule_itself(code: str, is_found: bool) -> None:
 # ---- torch_dcpx ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=dotted)
-def test_only_the_gate_imports_the_extension(path: Path) -> None:
-    is_used = uses(imports(ast.parse(path.read_text())), "torch_dcpx._C")
-    assert is_used is (dotted(path) == "_native")
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-def rooms_imported(path: Path) -> set[str]:
-    """Returns the rooms whose modules a module imports; "" is the ground."""
+def test_only_the_gate_imports_the_extension() -> None:
+    users = [dotted(path) for path in python_modules()
+             if uses(imports(tree_of(path)), "torch_dcpx._C")]  # fmt: skip
+    assert users == ["_native"]
+
+
+def test_imports_between_rooms_point_one_way() -> None:
     modules = {dotted(module) for module in python_modules()}
-    own = {name.removeprefix("torch_dcpx.") for name in imports(ast.parse(path.read_text()))}
-    return {name.split(".")[0] if "." in name else "" for name in own & modules}
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in python_modules() if path != PACKAGE / "__init__.py"], ids=dotted
-)
-def test_imports_between_rooms_point_one_way(path: Path) -> None:
-    room = room_of(path)
-    if not room and path.stem not in GROUND:
-        return  # not in its room yet
-    allowed = PACKAGE_ROOMS[room] | {room} if room else set()
-    assert rooms_imported(path) <= allowed | {""}
+    wrong = {}
+    for path in python_modules():
+        room = room_of(path)
+        if path == PACKAGE / "__init__.py" or (not room and path.stem not in GROUND):
+            continue
+        own = {name.removeprefix("torch_dcpx.") for name in imports(tree_of(path))} & modules
+        rooms = {name.split(".")[0] if "." in name else "" for name in own}
+        allowed = PACKAGE_ROOMS[room] | {room, ""} if room else {""}
+        if not rooms <= allowed:
+            wrong[dotted(path)] = rooms - allowed
+    assert wrong == {}
 
 
 def test_every_folder_is_a_room_of_the_table_and_none_hides_a_public_name() -> None:
@@ -232,21 +226,19 @@ def test_every_folder_is_a_room_of_the_table_and_none_hides_a_public_name() -> N
         assert all(order.index(other) < order.index(room) for other in below), room
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in python_modules() if path.name == "__init__.py"], ids=dotted
-)
-def test_a_rooms_own_file_only_says_what_it_holds(path: Path) -> None:
-    body = ast.parse(path.read_text()).body
-    assert room_of(path) in ("", "cli") or [type(node) for node in body] == [ast.Expr]
+def test_a_rooms_own_file_only_says_what_it_holds() -> None:
+    for path in python_modules():
+        if path.name == "__init__.py" and room_of(path) not in ("", "cli"):
+            assert [type(node) for node in tree_of(path).body] == [ast.Expr], path
 
 
-@pytest.mark.parametrize("name", sorted(MODULES_WITHOUT_TORCH))
-def test_light_modules_import_neither_torch_nor_a_module_that_does(name: str) -> None:
-    names = runtime_imports(PACKAGE / f"{name.replace('.', '/')}.py")
-    assert not uses(names, "torch")
-    own = {each.removeprefix("torch_dcpx.") for each in names}
+def test_light_modules_import_neither_torch_nor_a_module_that_does() -> None:
     modules = {dotted(module) for module in python_modules()} - set(PACKAGE_ROOMS)
-    assert own & modules <= MODULES_WITHOUT_TORCH
+    for light in MODULES_WITHOUT_TORCH:
+        names = runtime_imports(PACKAGE / f"{light.replace('.', '/')}.py")
+        assert not uses(names, "torch"), light
+        own = {each.removeprefix("torch_dcpx.") for each in names}
+        assert own & modules <= MODULES_WITHOUT_TORCH, light
 
 
 def test_the_packages_imports_form_no_cycle() -> None:
@@ -262,9 +254,8 @@ def test_the_packages_imports_form_no_cycle() -> None:
         below = {name: others for name, others in below.items() if name not in leaves}
 
 
-def version_questions(source: str) -> list[str]:
+def version_questions(tree: ast.AST) -> list[str]:
     """Returns where a module asks which torch runs or what it has; a message may name it."""
-    tree = ast.parse(source)
     in_messages = {
         id(node)
         for message in ast.walk(tree)
@@ -284,10 +275,9 @@ def version_questions(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=dotted)
-def test_only_compat_asks_which_torch_runs(path: Path) -> None:
-    if path.stem != "_compat":
-        assert version_questions(path.read_text()) == []
+def test_only_compat_asks_which_torch_runs() -> None:
+    found = {dotted(path): version_questions(tree_of(path)) for path in python_modules()}
+    assert {name for name, questions in found.items() if questions} == {"_compat"}
 
 
 @pytest.mark.parametrize(
@@ -295,15 +285,13 @@ def test_only_compat_asks_which_torch_runs(path: Path) -> None:
     [
         ("if hasattr(torch, 'float8_e8m0fnu'): pass", True),
         ("if torch.__version__ >= '2.15': pass", True),
-        ("if torch.version.cuda: pass", True),
         ("'strides' in TensorProperties.__dataclass_fields__", True),
-        ("any(dataclasses.fields(TensorProperties))", True),
         ("raise E(f'torch {torch.__version__} lacks it')", False),
         ("getattr(planner, 'resolve_data')", False),
     ],
 )
 def test_the_version_rule_itself(code: str, is_question: bool) -> None:
-    assert bool(version_questions(code)) is is_question
+    assert bool(version_questions(ast.parse(code))) is is_question
 
 
 # These ask storage by `os` itself: of this node alone, or as what has the others answered.
@@ -320,10 +308,10 @@ def waits_for_storage(tree: ast.AST) -> list[str]:
     return sorted(found & asked) if "os" in plain else []
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=dotted)
-def test_storage_is_asked_where_no_call_waits_without_end(path: Path) -> None:
-    found = waits_for_storage(ast.parse(path.read_text()))
-    assert bool(found) == (dotted(path) in PLAIN_OS), found
+def test_storage_is_asked_where_no_call_waits_without_end() -> None:
+    found = {dotted(path): waits_for_storage(tree_of(path)) for path in python_modules()}
+    waiting = {name: calls for name, calls in found.items() if calls}
+    assert waiting.keys() == PLAIN_OS, waiting
 
 
 def test_no_buffer_of_a_stream_is_taken() -> None:
@@ -361,7 +349,7 @@ MAX_FUNCTION_LINES = 60  # but public calls, which their docstrings make long
 def long_functions(path: Path) -> list[str]:
     """Returns the functions of a module that fit no screen; public calls do not count."""
     found = []
-    for owner in ast.walk(ast.parse(path.read_text())):
+    for owner in ast.walk(tree_of(path)):
         for node in ast.iter_child_nodes(owner):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 surface = node.name if isinstance(owner, ast.Module) else getattr(owner, "name", "")
@@ -372,7 +360,7 @@ def long_functions(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", python_modules(), ids=dotted)
-def test_functions_fit_a_screen_in_the_formatters_layout(path: Path) -> None:
-    assert long_functions(path) == []
-    assert "# fmt:" not in path.read_text(), "a limit of lines cuts no layout"
+def test_functions_fit_a_screen_in_the_formatters_layout() -> None:
+    assert [one for path in python_modules() for one in long_functions(path)] == []
+    cut = [dotted(path) for path in python_modules() if "# fmt:" in path.read_text()]
+    assert cut == [], "a limit of lines cuts no layout"

@@ -53,20 +53,13 @@ class Training:
         return min(intervals, key=self.overhead)
 
 
-@pytest.mark.parametrize("durable_s", [10.0, 60.0], ids=["fast disk", "slow disk"])
-@pytest.mark.parametrize("mtbf_s", [5_000.0, 50_000.0])
+@pytest.mark.parametrize(("mtbf_s", "durable_s"), [(5_000.0, 60.0), (50_000.0, 10.0)])
 def test_printed_interval_is_the_best_of_a_simulation(mtbf_s: float, durable_s: float) -> None:
     training = Training(5.0, durable_s, mtbf_s)
     interval_s = printed_interval_s(5.0, durable_s, mtbf_s)
     best_s = training.best_interval_s(interval_s)
     assert interval_s == pytest.approx(best_s, rel=0.1)
     assert training.overhead(interval_s) <= training.overhead(best_s) * 1.01
-
-
-def test_failure_loses_half_an_interval_and_the_time_until_durable() -> None:
-    training = Training(0.0, 60.0, 50_000.0)
-    lost_s = float((training.lives_s - training.kept_s(700.0)).mean())
-    assert lost_s == pytest.approx(700 / 2 + 60, rel=0.02)
 
 
 @pytest.mark.parametrize(("stall_s", "longer"), [(0.001, 0.008), (0.1, 0.08)])

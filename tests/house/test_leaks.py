@@ -5,17 +5,13 @@ from __future__ import annotations
 import mmap
 import resource
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.leaks import Held, grown_each_time, stack_bytes
 
-TESTS = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 LEAKS: dict[str, Callable[[], Any]] = {
     "one block": lambda: bytearray(20 * MIB),
@@ -70,32 +66,6 @@ def test_file_that_stays_is_found_and_a_socket_that_goes_is_none() -> None:
         held.assert_no_file_or_thread_more()
     held.assert_no_file_or_thread_more()
     other.close()
-
-
-def test_memory_that_malloc_holds_free_is_no_leak() -> None:
-    held = Held()
-    blocks = [bytes(60_000) for _ in range(1000)]
-    kept = blocks[::40]  # what lies between goes back to malloc, and stays resident or not
-    del blocks
-    held.assert_no_memory_more()
-    del kept
-
-
-CUT = """
-import threading
-from support.leaks import Held
-
-held = Held()
-thread = threading.Thread(target=lambda: [bytes(100_000) for _ in range(300)])
-thread.start()
-thread.join()
-held.assert_no_memory_more()
-"""
-
-
-def test_end_of_an_arena_that_malloc_has_cut_off_is_no_leak() -> None:
-    # In a process of its own: where a large block was freed before, malloc cuts nothing off.
-    subprocess.run([sys.executable, "-c", CUT], cwd=TESTS, check=True)
 
 
 @pytest.mark.parametrize("growths", [1, 2, 3])

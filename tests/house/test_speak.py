@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from support.machine import seconds
-from support.silence import listen, longest_silence, output, read_all
+from support.silence import listen, output, read_all
 
 pytestmark = pytest.mark.slow  # each starts several processes
 
@@ -95,36 +95,6 @@ def test_silence_is_broken_again_and_again_and_never_after_the_end(
     assert (status, said.splitlines()[-1]) == (0, "ended")
 
 
-def test_a_compiler_is_named_with_its_file_and_the_steps_before_it(
-    started: list[Waiting], tmp_path: Path
-) -> None:
-    (tmp_path / "cc1plus").symlink_to("/bin/sh")
-    compiles = f"echo '[17/69] csrc/a.cpp'; {tmp_path}/cc1plus -c 'read line; :' csrc/io/b.cpp; :"
-    started.append(Waiting(["sh", "-c", compiles]))
-    started[0].until(r"waiting: \[17/69\], cc1plus csrc/io/b\.cpp \(\d+ s\)")
-    assert started[0].end()[0] == 0
-
-
-def test_pip_is_named_with_the_packages_that_are_there(
-    started: list[Waiting], tmp_path: Path
-) -> None:
-    site = tmp_path / "lib" / "python3.11" / "site-packages"
-    (site / "before-1.dist-info").mkdir(parents=True)
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    python.write_text(
-        "#!/bin/sh\necho 'Installing collected packages: a, b, c'\nread line\n"
-        f"mkdir {site}/a-1.dist-info\nread line\n"
-    )
-    python.chmod(0o755)
-    started.append(Waiting([str(python), "-m", "pip", "install", "c"]))
-    started[0].until(r"waiting: installed 0 of 3 packages, wrote \d+ MiB, sh \(\d+ s\)")
-    assert started[0].child.stdin is not None
-    os.write(started[0].child.stdin.fileno(), b"\n")
-    started[0].until("waiting: installed 1 of 3 packages")
-    started[0].end()
-
-
 TESTS = """
 import sys
 def test_passes():
@@ -156,13 +126,6 @@ def test_pytest_is_named_with_its_tests_under_way_and_has_the_last_word(
     assert re.fullmatch(r"=+ 2 passed in .* =+", said.splitlines()[-1]), said
 
 
-def test_longest_silence_is_found_between_the_pieces_around_it() -> None:
-    status, heard = listen(["sh", "-c", "printf a; printf b"], is_terminal=False)
-    assert (status, b"".join(one.data for one in heard)) == (0, b"ab")
-    heard = [type(heard[0])(at_s, data) for at_s, data in ((1, b"a"), (9, b"b"), (10, b""))]
-    assert longest_silence(heard) == (8, b"a", b"b")
-
-
 # ---- What it leaves as it was -------------------------------------------------------------------
 
 PRINTS_BYTES = (
@@ -183,31 +146,11 @@ def test_every_byte_arrives_in_order(is_terminal: bool) -> None:
     assert sums[0][:2] == (0, 3_000_001)
 
 
-def test_the_two_outputs_stay_apart() -> None:
-    done = subprocess.run([*QUIET, "sh", "-c", "echo out; echo err >&2"], capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"out\n", b"err\n")
-
-
-def test_a_terminal_is_a_terminal_of_the_same_size() -> None:
-    code = "import os; print(os.isatty(1), os.isatty(2), *os.get_terminal_size(1))"
-    with output(is_terminal=True) as (reading, given):
-        termios.tcsetwinsize(given, (31, 77)) if sys.version_info >= (3, 11) else None
-        subprocess.run([*QUIET, sys.executable, "-c", code], stdout=given, stderr=given, check=True)
-        os.close(given)
-        said = rest(reading)
-    assert said == f"True True {'77 31' if sys.version_info >= (3, 11) else '0 0'}\n"
-
-
 @pytest.mark.parametrize("ends", ["exit 0", "exit 3", "kill -TERM $$", "kill -KILL $$",
                                   "ulimit -c 0; kill -SEGV $$"])  # fmt: skip
 def test_end_of_the_command_is_its_end(ends: str) -> None:
     plain = subprocess.run(["sh", "-c", ends]).returncode
     assert subprocess.run([*QUIET, "sh", "-c", ends]).returncode == plain
-
-
-def test_a_command_that_is_not_there_is_127() -> None:
-    done = subprocess.run([*QUIET, "/no/such/command"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (127, "/no/such/command: No such file or directory\n")
 
 
 def test_closed_descriptors_stay_closed() -> None:
@@ -226,15 +169,6 @@ def test_closed_descriptors_stay_closed() -> None:
                 found.append((done.returncode, rest(reading)))
         assert found[0] == found[1], closed
         assert found[0][0] == 5
-
-
-def test_output_that_nobody_reads_ends_the_command_as_without_it() -> None:
-    for prefix in ([], QUIET):
-        with output(is_terminal=False) as (reading, given):
-            child = subprocess.Popen([*prefix, "yes"], stdout=given)
-            os.close(given)
-            assert os.read(reading, 2) == b"y\n"
-        assert child.wait(seconds(60)) == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize("child", ["sleep 3600", "yes"])
@@ -304,16 +238,3 @@ def test_ctrl_c_of_a_terminal_reaches_the_command_once() -> None:
         speak.send_signal(signal.SIGUSR1)
         assert read_until(reading, "seen.*\n").splitlines()[-1] == "seen [2]"
         assert speak.wait(seconds(60)) == 9
-
-
-def test_jobs_of_make_are_shared_with_a_make_under_it(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").write_text(
-        f"all:\n\t@{' '.join(QUIET)} $(MAKE) --no-print-directory a b\n"
-        "a:\n\t@echo of a; cat fifo\nb:\n\t@echo of b > fifo\n"
-    )
-    os.mkfifo(tmp_path / "fifo")  # a and b wait for each other
-    done = subprocess.run(
-        ["make", "-j2", "all"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=seconds(120),
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "of a\nof b\n", "")

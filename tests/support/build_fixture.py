@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -22,6 +23,11 @@ esac
 """
 
 
+@functools.cache
+def _functions() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "setup.py"))
+
+
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The functions of setup.py, in an environment that names no toolkit."""
@@ -29,7 +35,7 @@ def build(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) ->
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["setup.py", "-q", "--version"])
     monkeypatch.setattr(os, "environ", {"PATH": "/no/such/place"})
-    return runpy.run_path(str(ROOT / "setup.py"))
+    return _functions()
 
 
 @pytest.fixture

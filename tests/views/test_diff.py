@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from conftest import ROOT
+from conftest import RunPython
 from support.saves import data_files, save
 
 import torch_dcpx as dcpx
@@ -66,19 +64,23 @@ def test_values_of_one_element_and_of_objects_stand_in_the_columns(tmp_path: Pat
     assert "2.25" in text and "<td" in report._repr_html_()
 
 
-@pytest.mark.parametrize("dtype", [
+DTYPES = [
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
     torch.complex64, torch.complex128,
-])  # fmt: skip
-def test_every_dtype_is_compared_as_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
-    a = torch.tensor([1, 0, 1, 1, 0]).to(dtype)
-    b = torch.tensor([1, 0, 0, 1, 0]).to(dtype)
-    report = dcpx.diff(*sides(tmp_path, {"w": a, "same": a}, {"w": b, "same": a}))
-    (one,) = report.differences
-    assert (one.different, one.max_abs) == (1, 1.0)
-    assert one.rel == pytest.approx(1 / math.sqrt(3)) and one.note == ""
+]  # fmt: skip
+
+
+def test_every_dtype_is_compared_as_numbers(tmp_path: Path) -> None:
+    a = {str(dtype): torch.tensor([1, 0, 1, 1, 0]).to(dtype) for dtype in DTYPES}
+    b = {str(dtype): torch.tensor([1, 0, 0, 1, 0]).to(dtype) for dtype in DTYPES}
+    same = {f"same {dtype}": torch.ones(3).to(dtype) for dtype in DTYPES}
+    report = dcpx.diff(*sides(tmp_path, {**a, **same}, {**b, **same}))
+    assert changes(report) == dict.fromkeys(a, "values")
+    for one in report.differences:
+        assert (one.different, one.max_abs, one.note) == (1, 1.0, ""), one.name
+        assert one.rel == pytest.approx(1 / math.sqrt(3))
 
 
 def test_another_dtype_is_told_and_its_values_are_compared(tmp_path: Path) -> None:
@@ -188,17 +190,17 @@ def test_what_has_no_checksums_is_said(tmp_path: Path) -> None:
     state = {"w": torch.ones(4)}
     dcpx.export(state, tmp_path / "one")
     dcpx.export(state, tmp_path / "two.pt")
-    said = "safetensors have no checksums: damage that both sides share does not show"
-    same = dcpx.diff(tmp_path / "one", tmp_path / "one")
-    assert same.head() == f"0 differences, 1 equal name; read 32 B of values; {said}"
+    said = "safetensors have no checksums"
+    same = dcpx.diff(tmp_path / "one", tmp_path / "one").head()
+    assert "0 differences, 1 equal name" in same and "32 B" in same and said in same
     assert said in dcpx.diff(tmp_path / "one", tmp_path / "two.pt").head()
     assert said not in dcpx.diff(tmp_path / "two.pt", tmp_path / "two.pt").head()
     (quick, archive) = (
         dcpx.diff(path, path, quick=True).head() for path in (tmp_path / "one", tmp_path / "two.pt")
     )
-    read = "0 differences, 1 equal name; read 32 B of values, for which no checksums are compared"
-    assert quick == f"{read}; {said}"
-    assert archive == f"{read}; `dcpx verify` proves the bytes"
+    for head in (quick, archive):
+        assert "read 32 B of values, for which no checksums are compared" in head
+    assert said in quick and "`dcpx verify`" in archive
 
 
 def damaged(directory: Path) -> None:
@@ -217,7 +219,7 @@ def test_damage_is_an_error_though_both_sides_have_it_alike(tmp_path: Path) -> N
         damaged(path)
     quick = dcpx.diff(*paths, quick=True)
     assert quick.is_equal and quick.read_bytes == 0
-    assert "by recorded checksums; `dcpx verify` proves the bytes" in quick.head()
+    assert "by recorded checksums; `dcpx verify`" in quick.head()
     with pytest.raises(dcpx.CorruptionError) as caught:
         dcpx.diff(*paths)
     assert caught.value.path == str(paths[0] / data_files(paths[0])[0])
@@ -282,28 +284,20 @@ dcpx.diff(small, small); dcpx.stats(small)
 before = peak()
 report = dcpx.diff(*large)
 assert [one.different for one in report.differences] == [1], report
-assert dcpx.stats(large[0]).tensors[0].elements == 64 << 20
+assert dcpx.stats(large[0]).tensors[0].elements == 32 << 20
 print((peak() - before) >> 10)
 """
 
 
-def test_large_tensors_are_compared_in_bounded_memory(tmp_path: Path) -> None:
-    w = torch.zeros(64 << 20).view(1 << 13, 1 << 13)  # 256 MiB
+def test_large_tensors_are_compared_in_bounded_memory(tmp_path: Path, run_warm: RunPython) -> None:
+    w = torch.zeros(32 << 20).view(1 << 13, 1 << 12)  # 128 MiB
     save({"w": w}, tmp_path / "a")
-    w[5000, 5000] = 1
+    w[5000, 3000] = 1
     save({"w": w.t()}, tmp_path / "b", "stock")
-    w[5000, 5000] = 0
+    w[5000, 3000] = 0
     save({"w": w[:2].clone()}, tmp_path / "small")
     names = [str(tmp_path / name) for name in ("small", "a", "b")]
-    done = subprocess.run(
-        [sys.executable, "-c", GROWTH, *names],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) < 96  # MiB
+    assert int(run_warm(GROWTH, *names).stdout) < 96  # MiB
 
 
 def test_claims_of_more_than_there_is_cost_no_memory() -> None:
