@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
+from support.cli import dcpx as dcpx_
 
 import torch_dcpx as dcpx
-from torch_dcpx.cli.app import app
 
 STATE: dict[str, Any] = {
     "layers": {
@@ -30,7 +30,7 @@ class Own:
 
 
 def cat(*args: object) -> Result:
-    return CliRunner().invoke(app, ["cat", *map(str, args)])
+    return dcpx_("cat", *args)
 
 
 def values(*args: object) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import dcpx, json_of
 from support.saves import data_files, save
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 
 STATE = {"w": torch.arange(600.0).view(20, 30), "n": torch.arange(5), "step": 3}
 EXPORTS = ["y.pt", "y.safetensors", "folder", "shards", "shards/model.safetensors.index.json"]
@@ -30,15 +28,9 @@ class Evil:
         return os.mkdir, (str(self.place),)
 
 
-def dcpx(*args: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*map(str, args), "--json"])
-    assert result.exit_code == code, (result.output, result.exception)
-    return json.loads(result.stdout)
-
-
 def usage(*args: object) -> str:
     """What click says of arguments that it refuses."""
-    result = CliRunner().invoke(app, [*map(str, args)])
+    result = dcpx(*args)
     assert result.exit_code == 2 and not result.stdout
     return result.stderr
 
@@ -54,7 +46,7 @@ def exported(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", EXPORTS)
 def test_inspect_cat_and_diff_read_what_export_writes(tmp_path: Path, name: str) -> None:
     stored, path = exported(tmp_path), tmp_path / name
-    (found,) = dcpx("inspect", path)
+    (found,) = json_of("inspect", path)
     shapes = {item["fqn"]: (item["kind"], item["dtype"], item["shape"]) for item in found["items"]}
     steps = {"step": ("object", None, None)} if name == "y.pt" else {}
     tensors = {"w": ("tensor", "float32", [20, 30]), "n": ("tensor", "int64", [5])}
@@ -62,23 +54,23 @@ def test_inspect_cat_and_diff_read_what_export_writes(tmp_path: Path, name: str)
     assert found["written_by"] == ("torch.save" if name == "y.pt" else "safetensors")
     assert all(each["found"] >= each["wanted"] > 0 for each in found["files"].values())
     assert found["faults"] == []
-    text = CliRunner().invoke(app, ["inspect", str(path)]).stdout
+    text = dcpx("inspect", path).stdout
     assert "written by" not in text and str(path) in text.splitlines()[0]
-    assert dcpx("inspect", path, "-k", "none", code=2)["error"]["type"] == "UnknownNameError"
-    (row,) = dcpx("cat", path, "w[3, :2]")
+    assert json_of("inspect", path, "-k", "none", code=2)["error"]["type"] == "UnknownNameError"
+    (row,) = json_of("cat", path, "w[3, :2]")
     assert row["value"] == [90.0, 91.0]
     if steps:
-        assert dcpx("cat", path, "step")[0]["value"] == 3
-    found = dcpx("diff", stored, path, code=0 if steps else 1)
+        assert json_of("cat", path, "step")[0]["value"] == 3
+    found = json_of("diff", stored, path, code=0 if steps else 1)
     assert [row["name"] for row in found["differences"]] == ([] if steps else ["step"])
-    error = dcpx("cat", path, "nothing", code=2)["error"]
+    error = json_of("cat", path, "nothing", code=2)["error"]
     assert str(path) in error["message"]
 
 
 @pytest.mark.parametrize("command", ["ls", "repair", "gc", "doctor"])
 def test_command_for_directories_names_the_command_for_a_file(tmp_path: Path, command: str) -> None:
     torch.save(STATE, tmp_path / "y.pt")
-    error = dcpx(command, tmp_path / "y.pt", code=2)["error"]
+    error = json_of(command, tmp_path / "y.pt", code=2)["error"]
     assert error["type"] == "StorageError"
     assert f"`dcpx inspect {tmp_path}/y.pt` shows it" in error["message"]
 
@@ -102,7 +94,7 @@ def test_path_of_another_kind_says_what_is_there_and_what_to_name(
     ):
         given = [{"P": tmp_path / name, "a": tmp_path / "a", "z": tmp_path / "z"}.get(each, each)
                  for each in args.split()]  # fmt: skip
-        error = dcpx(*given, code=2)["error"]
+        error = json_of(*given, code=2)["error"]
         assert (error["type"], error["path"]) == ("StorageError", str(tmp_path / name))
         assert words in error["message"] and "\n" not in error["message"]
     assert not (tmp_path / "z").exists()
@@ -112,12 +104,14 @@ def test_link_to_a_directory_is_followed_and_one_to_a_file_named(tmp_path: Path)
     exported(tmp_path)
     for link, target in (("to-a", "a"), ("to-folder", "folder"), ("to-y.pt", "y.pt")):
         (tmp_path / link).symlink_to(target)
-    assert dcpx("cat", tmp_path / "to-a", "step")[0]["value"] == 3
-    assert dcpx("diff", tmp_path / "to-a", tmp_path / "a")["equal"] == 3
-    assert all(report["ok"] for report in dcpx("verify", tmp_path / "to-a", tmp_path / "to-folder"))
-    assert dcpx("gc", tmp_path / "to-a") == []
+    assert json_of("cat", tmp_path / "to-a", "step")[0]["value"] == 3
+    assert json_of("diff", tmp_path / "to-a", tmp_path / "a")["equal"] == 3
+    assert all(
+        report["ok"] for report in json_of("verify", tmp_path / "to-a", tmp_path / "to-folder")
+    )
+    assert json_of("gc", tmp_path / "to-a") == []
     for command in ("inspect", "verify"):
-        error = dcpx(command, tmp_path / "to-y.pt", code=2)["error"]
+        error = json_of(command, tmp_path / "to-y.pt", code=2)["error"]
         assert f"is not followed: name '{tmp_path / 'y.pt'}'" in error["message"]
 
 
@@ -142,8 +136,8 @@ def test_name_that_begins_with_a_tilde_is_a_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(STATE, tmp_path / "~a")
-    assert dcpx("verify", "./~a")["ok"]
-    assert dcpx("cat", "./~a", "step")[0]["value"] == 3
+    assert json_of("verify", "./~a")["ok"]
+    assert json_of("cat", "./~a", "step")[0]["value"] == 3
 
 
 def test_path_that_may_not_be_read_is_the_commands_own_error(
@@ -151,7 +145,7 @@ def test_path_that_may_not_be_read_is_the_commands_own_error(
 ) -> None:
     save(STATE, tmp_path)
     monkeypatch.setattr(os, "access", lambda *_: False)  # as click asks; tests may run as root
-    assert dcpx("ls", tmp_path)[0]["state"] == "committed"
+    assert json_of("ls", tmp_path)[0]["state"] == "committed"
 
 
 def test_hostile_pickles_execute_nothing_and_are_one_typed_line(tmp_path: Path) -> None:
@@ -169,13 +163,13 @@ def test_hostile_pickles_execute_nothing_and_are_one_typed_line(tmp_path: Path) 
             ("export", path, tmp_path / "z"),
             ("export", path, tmp_path / "z.pt"),
         ):
-            error = dcpx(*args, code=1)["error"]
+            error = json_of(*args, code=1)["error"]
             assert error["type"] == "UnsafePickleError" and "\n" not in error["message"]
             # A file of torch.save is never executed, so its error must not offer it.
             assert ("trusted=True" in error["message"]) == (path.suffix == "")
-    assert dcpx("verify", tmp_path / "evil", code=1)["findings"][0]["kind"] == "metadata"
-    (note,) = dcpx("verify", tmp_path / "evil.pt")["findings"]
+    assert json_of("verify", tmp_path / "evil", code=1)["findings"][0]["kind"] == "metadata"
+    (note,) = json_of("verify", tmp_path / "evil.pt")["findings"]
     assert note["kind"] == "unchecked" and "refuse to unpickle" in note["message"]
-    assert dcpx("gc", tmp_path / "evil") == []
-    assert dcpx("ls", tmp_path / "evil", code=1)[0]["state"] == "unreadable"
+    assert json_of("gc", tmp_path / "evil") == []
+    assert json_of("ls", tmp_path / "evil", code=1)[0]["state"] == "unreadable"
     assert not place.exists() and not list(tmp_path.glob("z*"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,32 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support.cli import dcpx, json_of
 from support.machine import seconds
 from support.saves import assert_whole, data_files, save
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 from torch_dcpx.views import items as views_items
 
 ROOT = Path(torch_dcpx.__file__).parents[1]
 STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
 
 
-def dcpx(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
-
-
-def printed(*args: object, code: int = 0) -> Any:
-    """What a command says with --json."""
-    result = dcpx(*args, "--json")
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
-
-
 def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
     save(STATE, tmp_path)
-    (found,) = printed("inspect", tmp_path, "-k", "*.b", "-k", "st*")
+    (found,) = json_of("inspect", tmp_path, "-k", "*.b", "-k", "st*")
     assert [item["fqn"] for item in found["items"]] == ["model.b", "step"]
     assert found["stored_nbytes"] == sum(item["nbytes"] for item in found["items"])
     assert found["parameters"] == 5
@@ -68,12 +55,12 @@ def damage_metadata(folder: Path) -> None:
 
 
 def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
-    missing = printed("inspect", tmp_path / "none", code=2)["error"]
+    missing = json_of("inspect", tmp_path / "none", code=2)["error"]
     assert (missing["type"], missing["errno"]) == ("StorageError", 2)
-    assert printed("inspect", tmp_path, code=2)["error"]["type"] == "NotCommittedError"
+    assert json_of("inspect", tmp_path, code=2)["error"]["type"] == "NotCommittedError"
     save(STATE, tmp_path)
     damage_metadata(tmp_path)
-    assert printed("inspect", tmp_path, code=1)["error"]["type"] == "CorruptionError"
+    assert json_of("inspect", tmp_path, code=1)["error"]["type"] == "CorruptionError"
     result = dcpx("inspect", tmp_path)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "CRC-32" in result.stderr
@@ -83,15 +70,15 @@ def test_errors_exit_by_whose_fault_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("writer", ["ours", "stock"])
 def test_verify_finds_a_flipped_bit(tmp_path: Path, writer: Any) -> None:
     save(STATE, tmp_path, writer)
-    assert printed("verify", tmp_path)["ok"]
+    assert json_of("verify", tmp_path)["ok"]
     assert "is whole" in dcpx("verify", tmp_path).stdout
     (name,) = data_files(tmp_path)
-    (found,) = printed("inspect", tmp_path, "--parts", "-k", "model.w")
+    (found,) = json_of("inspect", tmp_path, "--parts", "-k", "model.w")
     chunk = found["items"][0]["parts"][0]
     data = bytearray((tmp_path / name).read_bytes())
     data[chunk["offset"] + chunk["nbytes"] // 2] ^= 1
     (tmp_path / name).write_bytes(data)
-    report = printed("verify", tmp_path, code=1)
+    report = json_of("verify", tmp_path, code=1)
     assert not report["ok"]
     assert report["findings"][0]["file"] == name
     assert "model.w" in report["findings"][0]["fqns"]
@@ -102,58 +89,58 @@ def test_verify_takes_roots_and_several_paths(tmp_path: Path) -> None:
     for name in ("run/step-1", "run/step-2", "other"):
         save(STATE, tmp_path / name)
     (tmp_path / "run/logs").mkdir()
-    found = printed("verify", tmp_path / "run", tmp_path / "other", tmp_path / "run/step-2")
+    found = json_of("verify", tmp_path / "run", tmp_path / "other", tmp_path / "run/step-2")
     assert [Path(each["path"]).name for each in found] == ["step-1", "step-2", "other"]
     cut(tmp_path / "run/step-2")
     result = dcpx("verify", tmp_path / "run")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[-1] == "2 checkpoints, 1 with faults"
-    assert [each["ok"] for each in printed("verify", tmp_path / "run", code=1)] == [True, False]
+    assert [each["ok"] for each in json_of("verify", tmp_path / "run", code=1)] == [True, False]
     (tmp_path / "run/step-1/.metadata").unlink()  # a save that did not end
-    assert printed("verify", tmp_path / "run", code=1)[0]["findings"][0]["kind"] == "uncommitted"
-    assert printed("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
+    assert json_of("verify", tmp_path / "run", code=1)[0]["findings"][0]["kind"] == "uncommitted"
+    assert json_of("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:
     save(STATE, tmp_path)
     before = (tmp_path / ".metadata").read_bytes()
-    assert printed("repair", tmp_path)["repaired"] == []
+    assert json_of("repair", tmp_path)["repaired"] == []
     assert "it is good, and stays as it is" in dcpx("repair", tmp_path).stdout
     assert (tmp_path / ".metadata").read_bytes() == before
     (name,) = data_files(tmp_path)
     (tmp_path / name).rename(tmp_path / "away")  # the metadata is good, the checkpoint is not
-    assert printed("repair", tmp_path, code=1)["error"]["type"] == "RepairError"
+    assert json_of("repair", tmp_path, code=1)["error"]["type"] == "RepairError"
     (tmp_path / "away").rename(tmp_path / name)
     (tmp_path / ".metadata").unlink()
-    said = printed("repair", tmp_path, "--dry-run", code=1)
+    said = json_of("repair", tmp_path, "--dry-run", code=1)
     assert said["is_dry_run"] and "the save had ended" in said["assumptions"][0]
-    error = printed("repair", tmp_path, code=1)["error"]
+    error = json_of("repair", tmp_path, code=1)["error"]
     assert error["type"] == "RepairError" and all(
         one in error["message"] for one in said["assumptions"]
     )
     assert not (tmp_path / ".metadata").exists()
-    accepted = printed("repair", tmp_path, "--dry-run", "--accept-assumptions")
+    accepted = json_of("repair", tmp_path, "--dry-run", "--accept-assumptions")
     assert accepted == said
     assert not (tmp_path / ".metadata").exists()
     assert "made '.metadata'" in dcpx("repair", tmp_path, "--accept-assumptions").stdout
     assert_whole(STATE, tmp_path)
-    assert printed("verify", tmp_path)["ok"]
+    assert json_of("verify", tmp_path)["ok"]
 
 
 def test_doctor_tries_what_a_save_does_and_leaves_nothing(tmp_path: Path) -> None:
-    found = {each["name"]: each for each in printed("doctor", tmp_path)}
+    found = {each["name"]: each for each in json_of("doctor", tmp_path)}
     assert found["writing"]["state"] == "fine"
     assert {"torch", "C++ extension", "direct I/O", "locks", "file system"} <= set(found)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "__0_0.distcp").write_bytes(b"")
-    found = {each["name"]: each for each in printed("doctor", tmp_path)}
+    found = {each["name"]: each for each in json_of("doctor", tmp_path)}
     assert found["checkpoint"]["state"] == "warning"
-    assert printed("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
+    assert json_of("doctor", tmp_path / "none", code=2)["error"]["errno"] == 2
 
 
 def test_doctor_says_that_nobody_has_tried_aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    (found,) = (each for each in printed("doctor") if each["name"] == "versions")
+    (found,) = (each for each in json_of("doctor") if each["name"] == "versions")
     assert (found["state"], found["text"][-19:]) == ("warning", ", which is untested")
 
 
@@ -163,7 +150,7 @@ def test_doctor_says_whether_the_build_has_the_kernel(
 ) -> None:
     driver = {"has_kernel": has_kernel, "failure": "no driver", "devices": 0, "version": 0}
     monkeypatch.setattr("torch_dcpx._C.device_driver", lambda: driver)
-    found = {each["name"]: each["text"] for each in printed("doctor")}
+    found = {each["name"]: each["text"] for each in json_of("doctor")}
     assert f"built {word} the CUDA pack kernel;" in found["C++ extension"]
 
 

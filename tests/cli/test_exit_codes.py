@@ -10,13 +10,12 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import dcpx
 from support.saves import save
 
 import torch_dcpx.cli.listing
 import torch_dcpx.views.ls
 from torch_dcpx import _C
-from torch_dcpx.cli.app import app
 from torch_dcpx.errors import StorageError
 from torch_dcpx.metadata.parts import TAIL
 
@@ -25,7 +24,7 @@ def test_no_directory_is_no_damage(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for command in ("ls", "inspect", "verify", "repair", "doctor"):
         for kind in ("nothing", "file"):
-            result = CliRunner().invoke(app, [command, str(tmp_path / kind), "--json"])
+            result = dcpx(command, tmp_path / kind, "--json")
             assert result.exit_code == 2, (command, kind)
             assert json.loads(result.stdout)["error"]["type"] == "StorageError"
 
@@ -39,7 +38,7 @@ def test_interrupt_and_bug_are_no_damage(
 
     save({"a": torch.ones(2)}, tmp_path)
     monkeypatch.setattr(torch_dcpx.cli.listing, "verify", fail)
-    result = CliRunner().invoke(app, ["verify", str(tmp_path)])
+    result = dcpx("verify", tmp_path)
     assert result.exit_code == (130 if isinstance(error, KeyboardInterrupt) else 2)
     words = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     assert words in result.stderr and "\x1b" not in result.stderr
@@ -63,11 +62,11 @@ def test_ls_says_what_it_cannot_read_and_goes_on(
         return read_brief(place, name)
 
     monkeypatch.setattr(torch_dcpx.views.ls, "read_brief", refuse)
-    result = CliRunner().invoke(app, ["ls", str(tmp_path), "--json"])
+    result = dcpx("ls", tmp_path, "--json")
     states = [each["state"] for each in json.loads(result.stdout)]
     assert (result.exit_code, states) == (2, ["unreadable", "unreadable", "committed"])
     (tmp_path / "whole/.metadata").unlink()
-    assert CliRunner().invoke(app, ["ls", str(tmp_path)]).exit_code == 1
+    assert dcpx("ls", tmp_path).exit_code == 1
 
 
 # What is said of damage and of what has no answer: the line, its exit code, what it names.
@@ -140,7 +139,7 @@ def test_1_is_damage_and_2_what_has_no_answer(
     (tmp_path / "empty").mkdir()
     wrong = {}
     for line, code, words in LINES:
-        result = CliRunner().invoke(app, line.split())
+        result = dcpx(*line.split())
         if result.exit_code != code or words not in result.output or "Trace" in result.output:
             wrong[line] = result.exit_code, result.output
     assert wrong == {}

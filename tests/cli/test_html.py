@@ -12,27 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from support.cli import dcpx, scripts_of
 from support.page_samples import EXPERTS, GRID, RANKS, forge_many, save_language_model
 from support.saves import WRITERS, data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.place import PosixPlace
 
 STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
-SCRIPT = re.compile(r"<script([^>]*)>(.*?)</script>", re.DOTALL)
-
-
-def dcpx(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
-
-
-def data_in(page: Path) -> Any:
-    """What the scripts of a page find in it."""
-    (text,) = [text for name, text in SCRIPT.findall(page.read_text()) if "json" in name]
-    return json.loads(text)
 
 
 def drawn(path: Path, *args: object, code: int = 0) -> Any:
@@ -40,7 +28,7 @@ def drawn(path: Path, *args: object, code: int = 0) -> Any:
     result = dcpx(*args, "--html", path)
     assert result.exit_code == code, result.output
     assert f"wrote '{path}', " in result.stdout
-    return data_in(path)
+    return scripts_of(path)[0]
 
 
 # ---- What is in it -------------------------------------------------------------------------------
@@ -161,7 +149,7 @@ def test_json_goes_to_stdout_alone_beside_the_page(tmp_path: Path) -> None:
         plain = dcpx(*args, "--json").stdout
         page = tmp_path / f"{args[0]}.html"
         assert dcpx(*args, "--json", "--html", page).stdout == plain
-        assert data_in(page)
+        assert scripts_of(page)[0]
 
 
 # ---- What it may do ------------------------------------------------------------------------------
@@ -171,7 +159,7 @@ def test_page_names_no_address_and_its_policy_allows_its_own_scripts_alone(tmp_p
     save(STATE, tmp_path / "a")
     drawn(tmp_path / "out.html", "inspect", tmp_path / "a")
     text = (tmp_path / "out.html").read_text()
-    scripts = [code for name, code in SCRIPT.findall(text) if "json" not in name]
+    scripts = scripts_of(tmp_path / "out.html")[1]
     sums = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy == (
@@ -217,17 +205,6 @@ def test_page_of_10_000_tensors_is_small_and_reads_metadata_alone(
     assert (tmp_path / "out.html").stat().st_size < 2.1e6
 
 
-def test_diff_with_a_page_reads_no_more_than_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(STATE, tmp_path / "a")
-    save(STATE, tmp_path / "b", "stock")
-    args = "diff", tmp_path / "a", tmp_path / "b"
-    plain = json.loads(dcpx(*args, "--json").stdout)
-    found = drawn(tmp_path / "out.html", *args)
-    assert found["read_bytes"] == plain["read_bytes"] == 2 * 605 * 4
-
-
 # ---- Where it is written -------------------------------------------------------------------------
 
 
@@ -236,19 +213,6 @@ def refused(*args: object) -> str:
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     return result.stderr
-
-
-def test_file_that_is_there_is_refused_and_a_page_is_replaced_on_request(tmp_path: Path) -> None:
-    save(STATE, tmp_path / "a")
-    out = tmp_path / "out.html"
-    drawn(out, "inspect", tmp_path / "a")
-    before = out.read_bytes()
-    assert "is there; name another file, or replace it by --overwrite" in refused(
-        "inspect", tmp_path / "a", "--html", out
-    )
-    assert out.read_bytes() == before
-    drawn(out, "diff", tmp_path / "a", tmp_path / "a", "--overwrite")
-    assert data_in(out)["equal"] == 3
 
 
 def test_what_is_no_page_of_ours_is_never_replaced(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import dcpx, json_of
 from support.held_saves import under_way
 from support.machine import seconds
 from support.saves import change, data_files, save
 from support.warm import warm_parent
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 from torch_dcpx.errors import StorageError
 from torch_dcpx.integrity import states
 
@@ -27,18 +25,8 @@ STATE = {"w": torch.arange(4000.0), "step": 3}
 VERBS = ("ls", "verify", "gc")
 
 
-def dcpx(*args: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*map(str, args), "--json"])
-    assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
-
-
-def text_of(*args: object) -> str:
-    return CliRunner().invoke(app, list(map(str, args))).output
-
-
 def checkpoint_check(path: Path) -> tuple[str, str]:
-    (found,) = (row for row in dcpx("doctor", path) if row["name"] == "checkpoint")
+    (found,) = (row for row in json_of("doctor", path) if row["name"] == "checkpoint")
     return found["state"], found["text"]
 
 
@@ -55,51 +43,51 @@ def test_healthy_root_with_a_save_under_way_and_a_removed_one_is_sound(root: Pat
     (root / "step-3/.metadata").rename(root / "step-3/.dcpx.deleted")
     places = (root / "step-4", root / "step-6")  # over another one, and a new one
     with under_way(places[0], STATE), under_way(places[1], STATE):
-        listed = dcpx("ls", root)
+        listed = json_of("ls", root)
         assert [row["state"] for row in listed] == ["removed", "committed", "committed", "saving"]
         assert f"pid={os.getpid()}" in listed[1]["saving"]
-        verified = dcpx("verify", root)
+        verified = json_of("verify", root)
         assert [row["state"] for row in verified] == [row["state"] for row in listed]
         assert [row["step"] for row in verified] == [3, 4, 5, 6]
-        waiting, *_ = dcpx("gc", root)
+        waiting, *_ = json_of("gc", root)
         assert waiting["state"] == "waiting"
         assert checkpoint_check(root) == (
             "fine", "root of 2 checkpoints, 1 removed, 1 being saved",
         )  # fmt: skip
-        shown = "".join(text_of(verb, root) for verb in VERBS)
+        shown = "".join(dcpx(verb, root).output for verb in VERBS)
         assert "dcpx repair" not in shown and "did not end" not in shown
         for step in (3, 6):
-            assert "error" in dcpx("repair", root / f"step-{step}", code=2)
-        dcpx("verify", root / "step-6", code=2)  # it is no checkpoint yet
+            assert "error" in json_of("repair", root / f"step-{step}", code=2)
+        json_of("verify", root / "step-6", code=2)  # it is no checkpoint yet
         (root / "step-6/__7_0.distcp").touch()
         for line in ("inspect", "cat", "stats"):
-            error = dcpx(line, root / "step-6", *["step"] * (line == "cat"), code=2)["error"]
+            error = json_of(line, root / "step-6", *["step"] * (line == "cat"), code=2)["error"]
             assert f"a save is under way (host={socket.gethostname()} pid=" in error["message"]
         (root / "step-6/__7_0.distcp").unlink()
         names = {path: data_files(path) for path in places}
-        dcpx("gc", root, "--delete")
+        json_of("gc", root, "--delete")
         assert names == {path: data_files(path) for path in places}
-    assert dcpx("ls", root, "--newest")["step"] == 6
-    assert [row["state"] for row in dcpx("ls", root)] == ["removed"] + ["committed"] * 3
+    assert json_of("ls", root, "--newest")["step"] == 6
+    assert [row["state"] for row in json_of("ls", root)] == ["removed"] + ["committed"] * 3
 
 
 def test_every_command_reads_the_same_of_a_save_that_did_not_end(root: Path) -> None:
     (root / "step-5/.metadata").unlink()
     (root / "step-6").mkdir()
     (root / "step-6/__0_0.distcp").write_bytes(b"a part")
-    listed = dcpx("ls", root, code=1)
+    listed = json_of("ls", root, code=1)
     assert [row["state"] for row in listed] == ["committed"] * 2 + ["unfinished"] * 2
     assert "dcpx repair --accept-assumptions" in listed[2]["problem"]
     assert "no repair can help: `dcpx gc --delete" in listed[3]["problem"]
-    dcpx("verify", root, code=1)
+    json_of("verify", root, code=1)
     assert checkpoint_check(root)[0] == "warning"
-    assert [row["state"] for row in dcpx("gc", root)] == ["left", "left"]
+    assert [row["state"] for row in json_of("gc", root)] == ["left", "left"]
     for row, args in ((listed[2], ()), (listed[3], ())):  # the advice, as it is written
         line = row["problem"].split("`")[1].split()
         assert line[0] == "dcpx"
-        dcpx(*line[1:], *args)
-    assert [row["state"] for row in dcpx("ls", root)] == ["committed"] * 3
-    dcpx("verify", root)
+        json_of(*line[1:], *args)
+    assert [row["state"] for row in json_of("ls", root)] == ["committed"] * 3
+    json_of("verify", root)
 
 
 def test_damage_is_one_storages_errors_are_two_and_damage_beats_them(
@@ -117,20 +105,20 @@ def test_damage_is_one_storages_errors_are_two_and_damage_beats_them(
     for name in ("lost+found", "private"):
         (root / name).mkdir()
     for verb in VERBS:
-        assert len(dcpx(verb, root, code=2)) >= 1
-        shown = text_of(verb, root)
+        assert len(json_of(verb, root, code=2)) >= 1
+        shown = dcpx(verb, root).output
         assert "lost+found" in shown and "step-4" in shown and "Permission denied" in shown
     change(root / "step-5/__0_0.distcp", 100, b"\xff\xff")
-    dcpx("verify", root, code=1)
+    json_of("verify", root, code=1)
     (root / "step-5/.metadata").write_bytes(b"nonsense")
     for verb in VERBS:
-        dcpx(verb, root, code=1)
+        json_of(verb, root, code=1)
     for name in ("step-4", "step-5"):
         for path in (root / name).iterdir():
             path.unlink()
         (root / name).rmdir()
     for verb in VERBS:  # what is left is sound, and two notes
-        dcpx(verb, root)
+        json_of(verb, root)
 
 
 def test_trainers_output_is_shown_two_levels_down(tmp_path: Path) -> None:
@@ -144,10 +132,10 @@ def test_trainers_output_is_shown_two_levels_down(tmp_path: Path) -> None:
         for step in (500, 1000)
         for part in ("optimizer_0", "pytorch_model_fsdp_0")
     ]
-    assert [(row["name"], row["step"], row["state"]) for row in dcpx("ls", tmp_path)] == wanted
-    assert [row["step"] for row in dcpx("verify", tmp_path)] == [500, 500, 1000, 1000]
+    assert [(row["name"], row["step"], row["state"]) for row in json_of("ls", tmp_path)] == wanted
+    assert [row["step"] for row in json_of("verify", tmp_path)] == [500, 500, 1000, 1000]
     assert checkpoint_check(tmp_path) == ("fine", "root of 4 checkpoints")
-    assert dcpx("gc", tmp_path) == []
+    assert json_of("gc", tmp_path) == []
 
 
 JOB = """
@@ -170,13 +158,13 @@ def test_verify_beside_retention_never_calls_what_it_removes_damaged(tmp_path: P
             assert job.poll() is None
         for _ in range(6):
             for verb in VERBS:
-                result = CliRunner().invoke(app, [verb, str(run)])
+                result = dcpx(verb, run)
                 assert result.exit_code == 0, result.output
         end.touch()
         assert job.wait(seconds(60)) == 0
     finally:
         job.kill()
-    assert dcpx("ls", run, "--newest")["step"] > 3
+    assert json_of("ls", run, "--newest")["step"] > 3
 
 
 def test_doctor_sees_damage_as_ls_does(root: Path) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import dcpx, scripts_of
 from support.saves import WRITERS, data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 from torch_dcpx.cli.page_values import short_text
-
-DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
 
 
 class OfUser:
@@ -29,9 +24,8 @@ def drawn(path: Path, *args: object) -> list[dict[str, Any]]:
     """Returns the checkpoints of the page of `inspect path`."""
     out = path.parent / "out.html"
     out.unlink(missing_ok=True)
-    CliRunner().invoke(app, [*map(str, ("inspect", path, "--html", out, *args))])
-    (text,) = DATA.findall(out.read_text())
-    found: list[dict[str, Any]] = json.loads(text)["checkpoints"]
+    dcpx("inspect", path, "--html", out, *args)
+    found: list[dict[str, Any]] = scripts_of(out)[0]["checkpoints"]
     return found
 
 

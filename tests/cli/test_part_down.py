@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import code_and_text
 from support.fuse_fixture import MountedClient
 from support.saves import save, save_rank_local
 
 from torch_dcpx import CheckpointManager, WriteOptions
-from torch_dcpx.cli.app import app
 
 Clients = tuple[MountedClient, MountedClient]
 
@@ -23,11 +22,6 @@ COMMANDS = [
     ["repair", "--dry-run"], ["repair", "--accept-assumptions"],
 ]  # fmt: skip
 WRONG = ("did not end", "unfinished", "no repair can help", "`dcpx repair", "`dcpx gc")
-
-
-def dcpx(*args: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(map(str, args)))
-    return result.exit_code, result.output + result.stderr
 
 
 def stored_files(root: Path) -> dict[str, bytes]:
@@ -78,11 +72,11 @@ def test_hidden_metadata_are_no_save_that_did_not_end(
     says = os.strerror(lookup) if lookup == errno.ENOTCONN else "part of the file system"
     for where in ("root/step-2", "plain"):
         for words in COMMANDS:
-            code, text = dcpx(*words, base / where)
+            code, text = code_and_text(*words, base / where)
             assert code != 0 and says in text, (words, text)
             assert not any(wrong in text for wrong in WRONG), (words, text)
     assert_unharmed(client, base, before)
-    assert dcpx("verify", base)[0] == 0
+    assert code_and_text("verify", base)[0] == 0
 
 
 @LOOKUPS
@@ -92,7 +86,7 @@ def test_one_hidden_checkpoint_hides_no_other(two_clients: Clients, lookup: int)
     before = stored_files(root)
     take_down(client, ".metadata", lookup)
     for words in COMMANDS[:5]:
-        code, text = dcpx(*words, root)
+        code, text = code_and_text(*words, root)
         assert code == 2, (words, text)
         assert not any(wrong in text for wrong in WRONG), (words, text)
         assert "step-2" in text or "1 unreadable" in text, (words, text)
@@ -111,7 +105,7 @@ def test_directory_in_which_all_is_hidden_is_no_empty_one(
     client.forget()
     for words in COMMANDS[:5]:
         for path in (root, root / "step-2"):
-            code, text = dcpx(*words, path)
+            code, text = code_and_text(*words, path)
             assert code == 2, (words, text)
             assert not any(wrong in text for wrong in WRONG), (words, text)
     assert_unharmed(client, root, before)
@@ -131,7 +125,7 @@ def test_files_that_do_not_answer_are_neither_missing_nor_left(
     client.forget()
     for words in COMMANDS[:5]:
         if down == ".metadata" or words[0] in ("ls", "verify", "doctor"):
-            status, text = dcpx(*words, path)
+            status, text = code_and_text(*words, path)
             assert status != 0 and os.strerror(code) in text, (words, text)
             assert not any(wrong in text for wrong in (*WRONG, "is missing")), (words, text)
 
@@ -140,7 +134,7 @@ def test_hidden_data_files_are_missing_and_a_part_may_be_down(two_clients: Clien
     client, _ = two_clients
     path = save_two(client) / "plain"
     take_down(client, "__*", errno.ENOENT)
-    code, text = dcpx("ls", path)
+    code, text = code_and_text("ls", path)
     assert code == 1 and "'__0_0.distcp' is missing" in text and "part of the file system" in text
 
 
@@ -152,7 +146,7 @@ def test_files_of_a_killed_save_still_go(two_clients: Clients) -> None:
     (path / ".dcpx.lock").write_text("host=gone pid=1 boot=none\n")
     (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes())  # behind the lock
     client.forget()
-    code, text = dcpx("ls", path)
+    code, text = code_and_text("ls", path)
     assert code == 1 and "did not end" in text, text
 
 
@@ -166,7 +160,7 @@ def test_save_that_was_killed_over_a_checkpoint_leaves_it_alone(two_clients: Cli
     client.forget()
     client.take_down("twice/.metadata")
     for words in (["gc", "--delete"], ["ls"]):
-        code, text = dcpx(*words, path)
+        code, text = code_and_text(*words, path)
         assert code == 2 and "part of the file system" in text, (words, text)
     assert_unharmed(client, path, before)
 
@@ -181,7 +175,7 @@ def test_rank_whose_metadata_are_hidden_keeps_its_files(two_clients: Clients) ->
     client.take_down("each/__1.metadata")
     client.fail("read", errno.EIO, "each/__1_*")
     for words in (["gc", "--delete"], ["ls"]):
-        code, text = dcpx(*words, path)
+        code, text = code_and_text(*words, path)
         assert code != 0 and "part of the file system" in text, (words, text)
         assert "`dcpx repair" not in text, (words, text)
     assert_unharmed(client, path, before)

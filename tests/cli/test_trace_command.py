@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner, Result
+from support.cli import dcpx
 
 import torch_dcpx as dcpx_library
 from torch_dcpx import DcpxReader
 from torch_dcpx._trace_files import write_if_asked
-from torch_dcpx.cli.app import app
 from torch_dcpx.timelines import Timeline
 
 SECOND = 10**9
-
-
-def dcpx(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
 
 
 def note(folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int, **changes: Any) -> None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from support.cli import dcpx, scripts_of
 from support.page_samples import write_traces
 
 from torch_dcpx.cli import trace_page
-from torch_dcpx.cli.app import app
-
-DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
-
-
-def dcpx(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(each) for each in args], prog_name="dcpx")
 
 
 @pytest.fixture
@@ -33,8 +25,7 @@ def drawn(traces: Path, *args: object) -> Any:
     merged = traces.parent / "out.json"
     result = dcpx("trace", traces, "--out", merged, "--html", out, "--overwrite", *args)
     assert result.exit_code == 0, result.output
-    (text,) = DATA.findall(out.read_text())
-    return json.loads(text)
+    return scripts_of(out)[0]
 
 
 def test_each_thread_and_worker_of_each_rank_has_a_row_of_boxes(traces: Path) -> None:
@@ -75,13 +66,6 @@ def test_page_that_is_there_is_refused_and_replaced_on_request(traces: Path) -> 
     assert dcpx(*args, page, "--overwrite").exit_code == 0
     page.write_text("mine")
     assert dcpx(*args, page, "--overwrite").exit_code == 2 and page.read_text() == "mine"
-
-
-def test_page_and_merged_trace_cannot_be_one_file(traces: Path) -> None:
-    out = traces.parent / "out.html"
-    result = dcpx("trace", traces, "--out", out, "--html", out)
-    assert result.exit_code == 2 and "name one file" in result.stderr
-    assert not out.exists()
 
 
 def test_page_stays_small_of_many_ranks_and_operations(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import dcpx, json_of
 from support.saves import data_files, save
 
-from torch_dcpx.cli.app import app
 from torch_dcpx.views import values
 
 STATE: dict[str, Any] = {
@@ -29,12 +27,6 @@ class Own:
     key = 0
 
 
-def dcpx(*args: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*map(str, args), "--json"])
-    assert result.exit_code == code, (result.output, result.exception)
-    return json.loads(result.stdout)
-
-
 def changed(**changes: Any) -> dict[str, Any]:
     return {**STATE, **changes}
 
@@ -43,13 +35,13 @@ def changed(**changes: Any) -> dict[str, Any]:
 def test_cat_prints_tensors_rows_and_objects(tmp_path: Path, writer: Any) -> None:
     save({**STATE, "odd[0]": torch.tensor(7)}, tmp_path, writer)
     names = ["w[3:5, 0]", "w[-1, ::10]", "w[..., 29]", "half", "step", "more.lr", "odd[0]"]
-    found = [each["value"] for each in dcpx("cat", tmp_path, *names)]
+    found = [each["value"] for each in json_of("cat", tmp_path, *names)]
     w = STATE["w"]
     assert found[:3] == [w[3:5, 0].tolist(), w[-1, ::10].tolist(), w[..., 29].tolist()]
     assert found[3:] == [[1.0] * 4, 3, 2.5, 7]
-    text = CliRunner().invoke(app, ["cat", str(tmp_path), "w[0, :2]", "step"]).stdout
+    text = dcpx("cat", tmp_path, "w[0, :2]", "step").stdout
     assert text.splitlines() == ["w[0, :2]: float32 [2]", "tensor([0., 1.])", "step: 3"]
-    full = CliRunner().invoke(app, ["cat", str(tmp_path), "--full", "w"]).stdout
+    full = dcpx("cat", tmp_path, "--full", "w").stdout
     assert "..." not in full and "599." in full
 
 
@@ -67,7 +59,7 @@ def test_cat_prints_tensors_rows_and_objects(tmp_path: Path, writer: Any) -> Non
 )
 def test_cat_names_what_it_cannot_print(tmp_path: Path, name: str, kind: str, words: str) -> None:
     save(STATE, tmp_path)
-    error = dcpx("cat", tmp_path, name, code=2)["error"]
+    error = json_of("cat", tmp_path, name, code=2)["error"]
     assert error["type"] == kind and words in error["message"]
 
 
@@ -75,10 +67,10 @@ def test_cat_names_what_it_cannot_print(tmp_path: Path, name: str, kind: str, wo
 def test_diff_of_equal_checkpoints_finds_nothing(tmp_path: Path, sides: Any) -> None:
     for name, writer in zip("ab", sides, strict=True):
         save(STATE, tmp_path / name, writer)
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b")
+    found = json_of("diff", tmp_path / "a", tmp_path / "b")
     assert (found["differences"], found["equal"]) == ([], 5)
     assert found["read_bytes"] == 2 * (2400 + 8)
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b", "--quick")
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", "--quick")
     assert (found["differences"], found["equal"]) == ([], 5)
     is_by_sums = sides == ("ours", "ours")
     assert found["read_bytes"] == (0 if is_by_sums else 2 * (2400 + 8))
@@ -94,7 +86,7 @@ def test_diff_says_what_differs_in_which_name(tmp_path: Path, writer: Any) -> No
     }  # fmt: skip
     save(STATE, tmp_path / "a")
     save(other, tmp_path / "b", writer)
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert {row["name"]: (row["what"], row["a"], row["b"]) for row in found["differences"]} == {
         "w": ("values", "float32 [20, 30]", "float32 [20, 30]"),
         "half": ("dtype", "bfloat16 [4]", "float32 [4]"),
@@ -104,13 +96,11 @@ def test_diff_says_what_differs_in_which_name(tmp_path: Path, writer: Any) -> No
         "new": ("only in B", "", "float32 [2, 3]"),
     }
     assert found["equal"] == 0
-    text = CliRunner().invoke(
-        app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--limit", "2"]
-    )
+    text = dcpx("diff", tmp_path / "a", tmp_path / "b", "--limit", 2)
     assert "6 differences, 0 equal names;" in text.stdout
     assert text.stdout.endswith("\n4 names not shown: --limit 0 shows all\n")
     for args in ([], ["--parts"]):
-        text = CliRunner().invoke(app, ["inspect", str(tmp_path / "a"), "--limit", "1", *args])
+        text = dcpx("inspect", tmp_path / "a", "--limit", 1, *args)
         assert text.stdout.endswith("\n4 names not shown: --limit 0 shows all\n"), text.stdout
 
 
@@ -121,14 +111,14 @@ def test_diff_reads_tensors_that_are_stored_in_other_ways(
     save(changed(w=w), tmp_path / "a")
     save(changed(w=w.t().contiguous().t()), tmp_path / "b")  # equal values, transposed memory
     args = "diff", tmp_path / "a", tmp_path / "b", "--quick"
-    found = dcpx(*args)
+    found = json_of(*args)
     assert (found["differences"], found["read_bytes"]) == ([], 2 * w.nbytes)
     monkeypatch.setattr(values, "_PIECE_BYTES", 100)  # in pieces of less than a row
-    assert dcpx(*args) == found
+    assert json_of(*args) == found
     other = w.clone()
     other[7, 29] += 1
     save(changed(w=other.t().contiguous().t()), tmp_path / "b")
-    (row,) = dcpx(*args, code=1)["differences"]
+    (row,) = json_of(*args, code=1)["differences"]
     assert (row["name"], row["what"], row["different"]) == ("w", "values", 1)
 
 
@@ -142,7 +132,7 @@ def test_diff_goes_on_behind_a_tensor_that_it_cannot_read(
         save({"q": q, "e": torch.ones(9), "v": torch.full((9,), value)}, tmp_path / path, writer)
     for most in (1 << 20, 1):  # together, and each in pieces
         monkeypatch.setattr(values, "_PIECE_BYTES", most)
-        found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+        found = json_of("diff", tmp_path / "a", tmp_path / "b", code=1)
         rows = [(row["name"], row["what"], row["note"]) for row in found["differences"]]
         unread = "by stored bytes: UnsupportedError"
         assert rows == [("q", "values", unread), ("v", "values", "")]
@@ -155,7 +145,7 @@ def test_diff_compares_the_bits_of_tensors_in_objects(tmp_path: Path, writer: An
     one = {name: (torch.tensor(value).expand(3), name) for name, value in values.items()}
     save(one, tmp_path / "a", writer)
     save({**one, "zero": (torch.tensor(-0.0).expand(3), "zero")}, tmp_path / "b", "stock")
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert [row["name"] for row in found["differences"]] == ["zero"]
 
 
@@ -167,13 +157,13 @@ def test_diff_reads_where_a_footer_is_not_of_the_checkpoint(tmp_path: Path) -> N
     data[-60] ^= 1  # in the tail, where the index's checksum is
     (tmp_path / "b" / name).write_bytes(data)
     for more in ((), ("--quick",)):
-        error = dcpx("diff", tmp_path / "a", tmp_path / "b", *more, code=1)["error"]
+        error = json_of("diff", tmp_path / "a", tmp_path / "b", *more, code=1)["error"]
         assert error["type"] == "CorruptionError"
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     save({"w": torch.tensor([1.0, float("nan"), float("-inf")]), "best": float("inf")}, tmp_path)
-    found = [each["value"] for each in dcpx("cat", tmp_path, "w", "best")]
+    found = [each["value"] for each in json_of("cat", tmp_path, "w", "best")]
     assert found == [[1.0, "nan", "-inf"], "inf"]
 
 
@@ -185,5 +175,5 @@ def test_diff_executes_nothing_and_compares_refused_objects_by_their_bytes(
         own = Own()
         own.key = key
         save({"x": OrderedDict(a=1), "y": own, "z": Own()}, tmp_path / name, writer)
-    found = dcpx("diff", tmp_path / "a", tmp_path / "b", code=1)
+    found = json_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert [row["name"] for row in found["differences"]] == ["y"]

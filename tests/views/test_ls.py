@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.cli import code_and_text, json_of
 from support.saves import data_files, save, save_rank_local
 
 import torch_dcpx
-from torch_dcpx.cli.app import app
 
 STATE = {"w": torch.arange(40.0), "step": 3}
 SIX = ("step", "saved_at", "ranks", "pinned", "state", "save_id")
-
-
-def command(*args: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(each) for each in args])
-    return result.exit_code, result.output
-
-
-def printed(*args: object, code: int = 0) -> Any:
-    found, text = command(*args, "--json")
-    assert found == code, text
-    return json.loads(text)
 
 
 @pytest.fixture
@@ -53,9 +39,9 @@ def test_ls_answers_what_a_monitor_asks(root: Path) -> None:
     }
     assert found.newest is not None and found.newest.name == "final"
     assert all(one.age_s is not None and one.age_s < 600 for one in found.checkpoints)
-    for row, one in zip(printed("ls", root), found.checkpoints, strict=True):
+    for row, one in zip(json_of("ls", root), found.checkpoints, strict=True):
         assert row == vars(one)
-        verified = printed("verify", one.path)
+        verified = json_of("verify", one.path)
         assert {name: verified[name] for name in SIX} == {name: row[name] for name in SIX}
         assert len(row["save_id"]) == 32 and row["saved_at"].endswith("Z")
     head, columns, *rows = str(found).splitlines()
@@ -69,27 +55,27 @@ def test_ls_answers_what_a_monitor_asks(root: Path) -> None:
 
 
 def test_newest_is_what_cron_asks_for(root: Path, tmp_path: Path) -> None:
-    assert printed("ls", root, "--newest")["name"] == "final"
-    assert command("ls", root, "--newest", "--max-age", "1h")[0] == 0
+    assert json_of("ls", root, "--newest")["name"] == "final"
+    assert code_and_text("ls", root, "--newest", "--max-age", "1h")[0] == 0
     time.sleep(1.1)
-    code, text = command("ls", root, "--newest", "--max-age", "1s")
+    code, text = code_and_text("ls", root, "--newest", "--max-age", "1s")
     assert code == 1 and "was saved" in text
     shutil.rmtree(root / "step-3")
     (root / "final/__0_0.distcp").unlink()  # damaged: not the newest that could be resumed
-    code, text = command("ls", root, "--newest", "--max-age", "15min")
+    code, text = code_and_text("ls", root, "--newest", "--max-age", "15min")
     assert code == 1 and "step-2" in text and "final' is newer, and damaged: '__0_0" in text
     (root / "step-2/.metadata").rename(root / "away")
-    code, text = command("ls", root, "--newest")
+    code, text = code_and_text("ls", root, "--newest")
     assert code == 1 and "no whole checkpoint: '" in text and "1 committed" not in text
     (root / "away").rename(root / "step-2/.metadata")
     shutil.rmtree(root / "final")
-    assert printed("ls", root, "--newest", "--max-age", "15min")["name"] == "step-2"
+    assert json_of("ls", root, "--newest", "--max-age", "15min")["name"] == "step-2"
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "none"):
-        assert command("ls", path, "--newest", "--max-age", "2d")[0] == 2
+        assert code_and_text("ls", path, "--newest", "--max-age", "2d")[0] == 2
     for age in ("1", "h", "-1h", "1y", "", "1e3s", "nan s", "1 h", "²h"):
-        assert command("ls", root, "--newest", f"--max-age={age}")[0] == 2, age
-    code, text = command("ls", root, "--max-age", "1h")
+        assert code_and_text("ls", root, "--newest", f"--max-age={age}")[0] == 2, age
+    code, text = code_and_text("ls", root, "--max-age", "1h")
     assert code == 2 and "Traceback" not in text
 
 
@@ -133,15 +119,15 @@ def test_one_bad_neighbour_hides_nobody(root: Path) -> None:
     assert "a link to 'nowhere', which is not there" in found["gone"].problem
     assert "is missing" in found["step-4"].problem
     assert [found[name].whole for name in ("step-2", "step-3", "step-4")] == [True, False, False]
-    assert command("ls", root)[0] == command("verify", root)[0] == 1
-    rows = printed("verify", root, code=1)
+    assert code_and_text("ls", root)[0] == code_and_text("verify", root)[0] == 1
+    rows = json_of("verify", root, code=1)
     assert [row["ok"] for row in rows] == [True, True, False, False]
 
 
 def test_names_cannot_draw_and_numbers_are_ordered(tmp_path: Path) -> None:
     for name in ("a\x1b[2Jb", "step-10", "step-9"):
         save(STATE, tmp_path / name)
-    code, text = command("ls", tmp_path)
+    code, text = code_and_text("ls", tmp_path)
     assert code == 0 and "\x1b" not in text and r"a\x1b[2Jb" in text
     assert text.index("step-9") < text.index("step-10")
     assert "\x1b" not in str(torch_dcpx.ls(tmp_path))
@@ -149,8 +135,8 @@ def test_names_cannot_draw_and_numbers_are_ordered(tmp_path: Path) -> None:
 
 def test_nothing_to_list_says_so(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    assert command("ls", tmp_path) == (0, f"{tmp_path}: no checkpoint\n")
-    assert [row["name"] for row in printed("ls", tmp_path, "--all")] == ["logs"]
+    assert code_and_text("ls", tmp_path) == (0, f"{tmp_path}: no checkpoint\n")
+    assert [row["name"] for row in json_of("ls", tmp_path, "--all")] == ["logs"]
     with pytest.raises(torch_dcpx.NotCommittedError):
         torch_dcpx.ls(tmp_path / "none")
     with pytest.raises(torch_dcpx.OptionError):
