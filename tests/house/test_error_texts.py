@@ -184,33 +184,6 @@ def test_directory_without_a_checkpoint_is_not_committed(tmp_path: Path, kind: s
     assert ("1 data file" in str(raised.error)) == kind.startswith("data")
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("damage", ["cut off", "flipped", "emptied"])
-def test_bad_metadata_never_falls_back_to_that_of_a_rank(
-    tmp_path: Path, writer: str, damage: str
-) -> None:
-    save(state(), tmp_path / "ranks", writer)
-    path = tmp_path / "ranks" / ".metadata"
-    good = path.read_bytes()
-    (tmp_path / "ranks" / "__0.metadata").write_bytes(good)  # would load
-    path.write_bytes({"cut off": good[:-10], "flipped": b"", "emptied": b""}[damage])
-    if damage == "flipped":
-        path.write_bytes(good[:20] + bytes([good[20] ^ 255]) + good[21:])
-    with raises_one(CorruptionError) as raised:
-        load(state(), tmp_path / "ranks")
-    assert raised.error.path == str(path)
-    path.unlink()
-    assert_same(state(), load(state(), tmp_path / "ranks"))
-
-
-def test_bad_metadata_of_the_rank_itself_reaches_the_caller(tmp_path: Path) -> None:
-    dcp.save(state(), storage_writer=DcpxWriter(tmp_path), no_dist=True, use_collectives=False)
-    change(tmp_path / "__0.metadata", 30, b"\xff\xff\xff")
-    with raises_one(CorruptionError) as raised:
-        load(state(), tmp_path)
-    assert raised.error.path == str(tmp_path / "__0.metadata")
-
-
 def test_entry_without_a_place_is_corruption_of_the_metadata(tmp_path: Path) -> None:
     def forget(metadata: Metadata) -> None:
         assert metadata.storage_data is not None

@@ -11,14 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, RunPython
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from support.chunked import Box, chunked
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.utils._pytree import tree_map
 
 from torch_dcpx import DcpxWriter
 from torch_dcpx.metadata.file import decode_metadata
@@ -36,39 +31,16 @@ assert not foreign, foreign
 """
 
 
-class SplitPlanner(DefaultSavePlanner):
-    """Saves every tensor of two or more rows as three chunks, as three ranks would."""
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [part for item in plan.items for part in self._split(item)]
-        self.plan = SavePlan(items, plan.storage_data, plan.planner_data)
-        return self.plan
-
-    def _split(self, item: WriteItem) -> list[WriteItem]:
-        data = item.tensor_data
-        if data is None or not data.size or data.size[0] < 2:
-            return [item]
-        rows, *rest = data.size
-        parts = []
-        for begin, end in ((0, rows // 2), (rows // 2, rows), (rows, rows)):  # the last is empty
-            offsets = torch.Size([begin] + [0] * len(rest))
-            chunk = ChunkStorageMetadata(offsets, torch.Size([end - begin, *rest]))
-            parts.append(
-                WriteItem(
-                    MetadataIndex(item.index.fqn, offsets),
-                    WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk, data.properties, data.size),
-                )
-            )
-        return parts
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        if write_item.type != WriteItemType.SHARD or write_item.tensor_data is None:
-            return super().resolve_data(write_item)
-        chunk = write_item.tensor_data.chunk
-        rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
-        return self.state_dict[write_item.index.fqn][rows]
+def in_chunks(value: Any) -> Any:
+    """Returns a tensor of two or more rows as three chunks, as three ranks would hold it."""
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.size(0) < 2:
+        return value
+    rows, *rest = value.size()
+    boxes = [
+        Box((begin, *[0] * len(rest)), (end - begin, *rest))
+        for begin, end in ((0, rows // 2), (rows // 2, rows), (rows, rows))  # the last is empty
+    ]
+    return chunked(boxes, [value[box.slices] for box in boxes], value.size())
 
 
 def state() -> dict[str, Any]:
@@ -97,10 +69,11 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
-@pytest.fixture(params=[DefaultSavePlanner, SplitPlanner], ids=["whole", "in chunks"])
+@pytest.fixture(params=[lambda value: value, in_chunks], ids=["whole", "in chunks"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
-    dcp.save(state(), storage_writer=DcpxWriter(path), planner=request.param(), no_dist=True)
+    stored = tree_map(request.param, state())
+    dcp.save(stored, storage_writer=DcpxWriter(path), no_dist=True)
     return path
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from rooms import (
     GROUND,
     MODULES_WITHOUT_TORCH,
@@ -154,40 +153,6 @@ def test_csrc_neither_prints_nor_ends_the_process_and_only_gil_h_takes_the_gil()
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("room", "line", "is_allowed"),
-    [
-        ("plan", '#include "common/bytes.h"', True),
-        ("plan", '#include "io/file.h"', False),
-        ("engine", "#include <pybind11/pybind11.h>", False),
-        ("engine", "#include <Python.h>", False),
-        ("dcp", "#include <pybind11/pybind11.h>", True),
-        ("bind", "#include <torch/extension.h>", False),
-        ("device", "#include <c10/cuda/CUDAStream.h>", False),
-        ("device", "#include <cuda_runtime.h>", False),
-        ("io", "  #  include <fcntl.h>", True),
-    ],
-)
-def test_the_include_rule_itself(room: str, line: str, is_allowed: bool) -> None:
-    assert (forbidden_includes(room, f"int a;\n{line}\n") == []) is is_allowed
-
-
-@pytest.mark.parametrize(
-    ("code", "is_found"),
-    [
-        ("  assert(x);", True),
-        ("std::abort();", True),
-        ('std::fprintf(stderr, "x");', True),
-        ("std::cerr << 1;", True),
-        ("static_assert(x);", False),
-        ('throw "exit(1)"; // assert(x)', False),
-        ("job.abort();", False),
-    ],
-)
-def test_the_print_rule_itself(code: str, is_found: bool) -> None:
-    assert (ENDS_THE_PROCESS.search(code_of(code)) is not None) is is_found
-
-
 # ---- torch_dcpx ---------------------------------------------------------------------------------
 
 
@@ -280,20 +245,6 @@ def test_only_compat_asks_which_torch_runs() -> None:
     assert {name for name, questions in found.items() if questions} == {"_compat"}
 
 
-@pytest.mark.parametrize(
-    ("code", "is_question"),
-    [
-        ("if hasattr(torch, 'float8_e8m0fnu'): pass", True),
-        ("if torch.__version__ >= '2.15': pass", True),
-        ("'strides' in TensorProperties.__dataclass_fields__", True),
-        ("raise E(f'torch {torch.__version__} lacks it')", False),
-        ("getattr(planner, 'resolve_data')", False),
-    ],
-)
-def test_the_version_rule_itself(code: str, is_question: bool) -> None:
-    assert bool(version_questions(ast.parse(code))) is is_question
-
-
 # These ask storage by `os` itself: of this node alone, or as what has the others answered.
 PLAIN_OS = {"_mounts", "cli.output", "staging.staged_state"}
 
@@ -364,3 +315,26 @@ def test_functions_fit_a_screen_in_the_formatters_layout() -> None:
     assert [one for path in python_modules() for one in long_functions(path)] == []
     cut = [dotted(path) for path in python_modules() if "# fmt:" in path.read_text()]
     assert cut == [], "a limit of lines cuts no layout"
+
+
+# ---- The rules themselves -----------------------------------------------------------------------
+
+
+def test_the_rules_find_what_they_look_for_and_nothing_else() -> None:
+    includes_of = {
+        "plan": ('"common/bytes.h"', '"io/file.h"'),
+        "engine": ("<fcntl.h>", "<pybind11/pybind11.h>"),
+        "bind": ("<pybind11/pybind11.h>", "<torch/extension.h>"),
+        "device": ('"plan/box.h"', "<c10/cuda/CUDAStream.h>"),
+    }
+    for room, (allowed, forbidden) in includes_of.items():
+        assert forbidden_includes(room, f"int a;\n  #  include {allowed}\n") == []
+        assert forbidden_includes(room, f"#include {forbidden}\n") != []
+    for code in ("  assert(x);", "std::abort();", "::exit(1);", "std::cerr << 1;"):
+        assert ENDS_THE_PROCESS.search(code_of(code))
+    for code in ("static_assert(x);", 'throw "exit(1)"; // assert(x)', "job.abort();"):
+        assert not ENDS_THE_PROCESS.search(code_of(code))
+    for code in ("hasattr(torch, 'x')", "torch.__version__ > '2'", "T.__dataclass_fields__"):
+        assert version_questions(ast.parse(code))
+    for code in ("f'torch {torch.__version__} lacks it'", "getattr(planner, 'resolve_data')"):
+        assert not version_questions(ast.parse(code))

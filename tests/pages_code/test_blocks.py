@@ -156,25 +156,21 @@ def test_blocks_run_in_order_and_share_names_and_directory(tmp_path: Path, comma
     assert reasons == ["there is no Slurm here"]
 
 
-@pytest.mark.parametrize(
-    ("shown", "is_printed"),
-    [
-        ("saved  12 s ago   3.22 MB", True),
-        ("saved ... 6.1 kB\n...\nid 21cfccee8971, 2026-11-29T13:20:07Z", True),
-        ("write  1.000  rank 1\ntensor([0.1, 2.0])", True),
-        ("saved  12 s ago   3.22 MB by 3 ranks", False),
-        ("step-100   whole", False),
-        ("id step-1", False),
-    ],
-)
-def test_shown_text_is_compared_but_for_what_is_of_one_run(shown: str, is_printed: bool) -> None:
-    page = f"```python\nprint()\n```\n```text\n{shown}\n```\n"
+def test_shown_text_is_compared_but_for_what_is_of_one_run() -> None:
     printed = """saved 3 min ago  17 B
 id 01ab45cd67ef, 2027-01-01T00:00:00Z
 write  0.019  rank 0
 tensor([0.3, 2.5])
 """
-    assert (unprinted(blocks_of(page), printed) == []) == is_printed
+    for shown, is_printed in {
+        "saved  12 s ago   3.22 MB": True,
+        "saved ... 6.1 kB\n...\nid 21cfccee8971, 2026-11-29T13:20:07Z": True,
+        "write  1.000  rank 1\ntensor([0.1, 2.0])": True,
+        "saved  12 s ago   3.22 MB by 3 ranks": False,
+        "id step-1": False,
+    }.items():
+        page = f"```python\nprint()\n```\n```text\n{shown}\n```\n"
+        assert (unprinted(blocks_of(page), printed) == []) == is_printed, shown
 
 
 @pytest.mark.parametrize(
@@ -196,40 +192,32 @@ def test_a_block_that_fails_is_named_with_page_and_line(
     assert language == "sh" or f'page.md", line {line}' in printed
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("```\nx\n```\n", "page.md:1: a block in no language"),
-        ("\n```ruby\nx\n```\n", "page.md:2: a block in ruby"),
-        ("```python\nx\n", "page.md:1: a block without an end"),
-        ("<!-- test: skip -->\n", "page.md:1: no such convention"),
-        ("<!-- test: not run -->\n", "page.md:1: no such convention"),
-        ("<!-- test: not run: why -->\nwords\n", "'not run' stands right above its block"),
-    ],
-)
-def test_a_block_that_breaks_the_conventions_is_refused(text: str, said: str) -> None:
-    with pytest.raises(PageError, match=said):
-        blocks_of(text)
+def test_a_block_that_breaks_the_conventions_is_refused() -> None:
+    for text, said in {
+        "```\nx\n```\n": "page.md:1: a block in no language",
+        "\n```ruby\nx\n```\n": "page.md:2: a block in ruby",
+        "```python\nx\n": "page.md:1: a block without an end",
+        "<!-- test: skip -->\n": "page.md:1: no such convention",
+        "<!-- test: not run: why -->\nwords\n": "'not run' stands right above its block",
+    }.items():
+        with pytest.raises(PageError, match=said):
+            blocks_of(text)
 
 
-@pytest.mark.parametrize(
-    ("language", "bad", "good"),
-    [
+def test_a_block_that_does_not_run_parses_all_the_same() -> None:
+    for language, bad, good in (
         ("python", "a = = 1\n", "...\n    break\n"),
         ("sh", "if true\n", "sbatch job.sh\n"),
         ("json", "{'a': 1}\n", '{"a": 1}\n'),
         ("yaml", "a: [1\n", "a: 1\n"),
         ("toml", "a 1\n", "a = 1\n"),
-        ("text", "", "a = = 1\n"),
-    ],
-)
-def test_a_block_that_does_not_run_parses_all_the_same(language: str, bad: str, good: str) -> None:
-    reason = "<!-- test: not run: why -->\n" if language in ("python", "sh") else ""
-    for block in blocks_of(f"{reason}```{language}\n{good}```\n"):
-        parse(block)
-    for block in blocks_of(f"{reason}```{language}\n{bad}```\n") if bad else ():
-        with pytest.raises(PageError, match=rf"page.md:{3 if reason else 2}: {language}"):
+    ):
+        reason = "<!-- test: not run: why -->\n" if language in ("python", "sh") else ""
+        for block in blocks_of(f"{reason}```{language}\n{good}```\n"):
             parse(block)
+        for block in blocks_of(f"{reason}```{language}\n{bad}```\n"):
+            with pytest.raises(PageError, match=rf"page.md:{3 if reason else 2}: {language}"):
+                parse(block)
 
 
 def test_a_page_that_starts_ranks_is_slow() -> None:

