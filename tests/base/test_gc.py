@@ -107,14 +107,6 @@ def test_planning_pause_lasts_until_its_end_and_leaves_no_thread() -> None:
     assert not timers()
 
 
-def test_planning_pause_that_nobody_ends_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_gc, "_MAX_PAUSE_S", 0.01)
-    PlanningPause().begin(_gc._MANY_ITEMS)
-    for thread in timers():
-        thread.join(seconds(60))
-    assert collects()
-
-
 def test_pause_ends_at_once_with_a_plan_that_cannot_say_when_it_is_gone() -> None:
     pause = PlanningPause()
     pause.begin(_gc._MANY_ITEMS)
@@ -172,12 +164,6 @@ def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.Monkey
             thread.join(seconds(60))
         assert collects()
     assert collects()
-
-
-def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
-    PlanningPause().begin(_gc._MANY_ITEMS - 1)
-    assert collects()
-    assert not timers()
 
 
 def test_without_threads_there_is_no_planning_pause(monkeypatch: pytest.MonkeyPatch) -> None:

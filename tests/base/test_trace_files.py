@@ -25,10 +25,10 @@ from torch_dcpx.timelines import Timeline
 STATE = {"w": torch.arange(300_000.0), "step": 3}
 
 
-@pytest.mark.parametrize("path", [None, 3, "", b"x", "s3://bucket/trace.json", "~/trace.json"])
-def test_trace_refuses_what_is_no_path(path: Any) -> None:
-    with pytest.raises(OptionError, match="path must be"):
-        write_trace({}, path)
+def test_trace_refuses_what_is_no_path() -> None:
+    for path in (None, 3, "", b"x", "s3://bucket/trace.json", "~/trace.json"):
+        with pytest.raises(OptionError, match="path must be"):
+            write_trace({}, path)  # type: ignore[arg-type]
 
 
 def test_a_trace_that_cannot_be_written_names_its_file_and_leaves_nothing(tmp_path: Path) -> None:

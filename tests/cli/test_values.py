@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from click.testing import Result
 from support.cli import dcpx, json_of
 from support.saves import data_files, save
 
+import torch_dcpx
 from torch_dcpx.views import values
 
 STATE: dict[str, Any] = {
@@ -177,3 +182,105 @@ def test_diff_executes_nothing_and_compares_refused_objects_by_their_bytes(
         save({"x": OrderedDict(a=1), "y": own, "z": Own()}, tmp_path / name, writer)
     found = json_of("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert [row["name"] for row in found["differences"]] == ["y"]
+
+
+# ---- cat: globs of tensors and objects, prefixes, bytes of torch.save ----------------------------
+
+
+LAYERS: dict[str, Any] = {
+    "layers": {
+        "0": {"weight": torch.ones(2), "bias": torch.zeros(2)},
+        "1": {"bias": torch.ones(2)},
+    },
+    "opt": {"lr": 0.5, "betas": [0.9, 0.95]},
+    "step": 3,
+}
+
+
+def cat(*args: object) -> Result:
+    return dcpx("cat", *args)
+
+
+def values_of(*args: object) -> dict[str, Any]:
+    return {each["name"]: each["value"] for each in json.loads(cat(*args, "--json").stdout)}
+
+
+def archive(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch_dcpx.save(LAYERS, tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def test_globs_mean_tensors_and_objects_in_stored_order(saved: Path) -> None:
+    zeros, ones = [0.0, 0.0], [1.0, 1.0]
+    assert values_of(saved, "*.bias") == {"layers.0.bias": zeros, "layers.1.bias": ones}
+    assert values_of(saved, "opt.*") == {"opt.lr": 0.5, "opt.betas": [0.9, 0.95]}
+    assert values_of(saved, "*") == {
+        "layers.0.weight": ones, "layers.0.bias": zeros, "layers.1.bias": ones,
+        "opt.lr": 0.5, "opt.betas": [0.9, 0.95], "step": 3,
+    }  # fmt: skip
+    assert values_of(saved, "layers.[01].bias[1:]") == {
+        "layers.0.bias[1:]": [0.0], "layers.1.bias[1:]": [1.0]
+    }  # fmt: skip
+    assert values_of(saved, "step", "st*", "layers.0.bias[0]") == {
+        "step": 3,
+        "layers.0.bias[0]": 0.0,
+    }
+
+
+def test_a_prefix_shows_the_names_beneath_it(saved: Path) -> None:
+    found = cat(saved, "layers.0")
+    assert found.exit_code == 2
+    assert "'layers.0.weight', 'layers.0.bias'; 'layers.0.*' means all of them" in found.stderr
+    assert list(values_of(saved, "layers.0.*")) == ["layers.0.weight", "layers.0.bias"]
+    assert "'opt.lr', 'opt.betas'; 'opt.*' means" in cat(saved, "opt").stderr
+    assert "did you mean: 'step'" in cat(saved, "steps").stderr
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, io.BytesIO])
+def test_bytes_of_torch_save_are_shown_and_not_executed(tmp_path: Path, make: Any) -> None:
+    held = {"rng": torch.arange(3), "seen": (1, None)}
+    own = archive({"x": Own()})
+    torch_dcpx.save(
+        {"a": make(archive(held)), "b": make(own), "c": b"PK\x03\x04", "d": b"\0"}, tmp_path
+    )
+    lines = cat(tmp_path, "a").stdout
+    assert "B of torch.save: {'rng': tensor([0, 1, 2]), 'seen': (1, None)}" in lines
+    found = cat(tmp_path, "b", "c", "d")
+    assert found.exit_code == 0
+    assert f"b: {len(own)} B of torch.save, not shown: " in found.stdout
+    assert "Own" in found.stdout and "d: b'\\x00'" in found.stdout
+    assert [one["name"] for one in json.loads(cat(tmp_path, "*", "--json").stdout)] == [*"abcd"]
+
+
+def test_what_a_manager_keeps_for_each_rank_is_readable(tmp_path: Path) -> None:
+    with torch_dcpx.CheckpointManager(tmp_path) as manager:
+        manager.save(1, state={"a": torch_dcpx.PerRank([7])}, user_content={"note": "hi"})
+        manager.wait()
+    found = cat(tmp_path / "step-1", "torch_dcpx.user_content", "torch_dcpx.rank.0").stdout
+    assert "{'note': 'hi'}" in found and "[7]" in found
+
+
+def test_one_object_that_no_reader_makes_hides_no_other(tmp_path: Path) -> None:
+    torch_dcpx.save({"a": 1, "own": Own(), "z": 2}, tmp_path)
+    found = cat(tmp_path, "*")
+    assert found.stdout.splitlines() == ["a: 1", "z: 2"]
+    assert found.exit_code == 1 and "Own" in found.stderr
+    rows = json.loads(cat(tmp_path, "*", "--json").stdout)
+    assert [row["name"] for row in rows] == ["a", "own", "z"]
+    assert rows[1]["error"]["type"] == "UnsafePickleError"
+
+
+def test_json_has_arrays_as_lists_and_loses_no_key(tmp_path: Path) -> None:
+    tensor = torch.arange(2.0)
+    state = {"a": np.arange(3), "s": np.float32(2), "t": (tensor,), "keys": ({1: "a", "1": "b"},)}
+    torch_dcpx.save(state, tmp_path)
+    found = {row["name"]: row["value"] for row in json.loads(cat(tmp_path, "*", "--json").stdout)}
+    assert found["a"] == [0, 1, 2] and found["s"] == 2.0 and found["t"] == [[0.0, 1.0]]
+    assert found["keys"] == [{"1": "a", "'1'": "b"}]

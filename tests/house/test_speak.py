@@ -12,10 +12,8 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -93,37 +91,6 @@ def test_silence_is_broken_again_and_again_and_never_after_the_end(
     assert said.startswith("begun\n-- "), "on a line of its own"
     status, said = started[0].end()
     assert (status, said.splitlines()[-1]) == (0, "ended")
-
-
-TESTS = """
-import sys
-def test_passes():
-    pass
-def test_waits():
-    open({fifo!r}).read()
-"""
-
-
-@pytest.mark.parametrize("processes", ["0", "2"])
-def test_pytest_is_named_with_its_tests_under_way_and_has_the_last_word(
-    started: list[Waiting], tmp_path: Path, processes: str
-) -> None:
-    os.mkfifo(fifo := str(tmp_path / "fifo"))
-    (tmp_path / "test_some.py").write_text(TESTS.format(fifo=fifo))
-    pytest_ = [sys.executable, "-m", "pytest", f"-n{processes}", "-p", "support.under_way"]
-    started.append(
-        Waiting(
-            [*pytest_, "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", str(tmp_path),
-             "-c", os.devnull, f"--basetemp={tmp_path / 'base'}", str(tmp_path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-    )  # fmt: skip
-    started[0].until(r"waiting: 1 of 2 tests done, \S*test_some\.py::test_waits \(\d+ s\)\n")
-    with open(fifo, "w"):
-        pass
-    status, said = started[0].end()
-    assert status == 0
-    assert re.fullmatch(r"=+ 2 passed in .* =+", said.splitlines()[-1]), said
 
 
 # ---- What it leaves as it was -------------------------------------------------------------------
@@ -219,22 +186,3 @@ def test_a_signal_to_it_reaches_the_command_once(number: signal.Signals) -> None
         speak.send_signal(signal.SIGUSR1)
         assert speak.stdout.read().decode() == f"seen [{int(number)}]\n"
     assert speak.returncode == 9
-
-
-def test_ctrl_c_of_a_terminal_reaches_the_command_once() -> None:
-    with output(is_terminal=True) as (reading, given):
-        cooked = termios.tcgetattr(given)
-        cooked[3] |= termios.ISIG
-        termios.tcsetattr(given, termios.TCSANOW, cooked)
-        program = 'exec setsid -c "$@"'  # a session of its own, with this terminal
-        speak = subprocess.Popen(
-            ["sh", "-c", program, "sh", *QUIET, sys.executable, "-c", COUNTS],
-            stdin=given, stdout=given, stderr=given,
-        )  # fmt: skip
-        os.close(given)
-        read_until(reading, "ready")
-        os.write(reading, b"\x03")
-        read_until(reading, "got")
-        speak.send_signal(signal.SIGUSR1)
-        assert read_until(reading, "seen.*\n").splitlines()[-1] == "seen [2]"
-        assert speak.wait(seconds(60)) == 9

@@ -115,11 +115,6 @@ def test_python_that_no_wheel_is_for_is_said(wheels: ModuleType) -> None:
             wheels.find_python(name)
 
 
-def test_tools_are_pinned() -> None:
-    lines = (ROOT / "requirements" / "wheels.txt").read_text().splitlines()
-    assert [line for line in lines if not re.fullmatch(r"#.*|[\w-]+==[\d.]+", line)] == []
-
-
 def test_no_text_tells_to_install_a_name_that_no_index_has() -> None:
     """README alone names it, as what will be; RELEASING.md says what changes then."""
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
@@ -133,16 +128,6 @@ def test_no_text_tells_to_install_a_name_that_no_index_has() -> None:
         if "/torch_dcpx-" not in line
     ]
     assert found == []
-
-
-@pytest.mark.parametrize(("wheel", "installed"), [
-    ("", "dist/*.whl"), ("a.whl", "a.whl"), ("tests", "--no-index --find-links tests torch-dcpx"),
-])  # fmt: skip
-def test_make_test_torch_takes_a_file_a_folder_or_makes_one(wheel: str, installed: str) -> None:
-    command = ["make", "-n", "test-torch", f"WHEEL={wheel}", "TORCH_VENV=none"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (line,) = re.findall(r"--force-reinstall --no-deps\s+(?:\\\n)?\s*(.*)", said)
-    assert line == installed
 
 
 @pytest.mark.slow
