@@ -67,20 +67,31 @@ def test_what_is_not_given_is_taken_from_the_variable_that_every_option_has(
 WRONG = [
     (WriteOptions, "DCPX_HOST_MEMORY_BYTES", "64MiB"),
     (WriteOptions, "DCPX_HOST_MEMORY_BYTES", "1_000_000"),
+    (WriteOptions, "DCPX_HOST_MEMORY_BYTES", "-1"),
+    (WriteOptions, "DCPX_HOST_MEMORY_BYTES", "1e9"),
     (WriteOptions, "DCPX_HOST_MEMORY_BYTES", "9" * 5000),
     (WriteOptions, "DCPX_WORKERS", "0"),
     (WriteOptions, "DCPX_WORKERS", " 2"),
     (WriteOptions, "DCPX_WORKERS", "\u0662"),  # a digit, but of another script
     (WriteOptions, "DCPX_WORKERS", "200"),  # more slots than the budget holds
     (WriteOptions, "DCPX_DIRECT_IO", "yes"),
+    (WriteOptions, "DCPX_DURABILITY", "Full"),
     (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "0"),
+    (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "inf"),
     (WriteOptions, "DCPX_SAVE_TIMEOUT_S", "30min"),
+    (WriteOptions, "DCPX_ON_BUSY", "drop"),
+    (WriteOptions, "DCPX_OVERLAP", "late"),
+    (WriteOptions, "DCPX_NODE_LOCAL", "yes"),
     (ReadOptions, "DCPX_NODE_LOCAL", "yes"),
+    (WriteOptions, "DCPX_CONDITIONAL_COMMIT", "no"),
     (ReadOptions, "DCPX_ENDPOINT", "minio:9000"),
+    (WriteOptions, "DCPX_PROGRESS", "print"),
     (ReadOptions, "DCPX_VERIFY", "all"),
     (ReadOptions, "DCPX_TRUSTED", "1"),
     (ReadOptions, "DCPX_TRUSTED", "TRUE"),
+    (ReadOptions, "DCPX_TRUSTED", "perhaps"),
     (ReadOptions, "DCPX_SAFE_GLOBALS", "os.path,system"),
+    (ReadOptions, "DCPX_SLOT_BYTES", "100000"),
 ]
 
 

@@ -166,6 +166,12 @@ def test_bounded_pause_ends_with_its_block_or_in_time(monkeypatch: pytest.Monkey
     assert collects()
 
 
+def test_few_items_are_planned_without_a_pause_or_a_thread() -> None:
+    PlanningPause().begin(_gc._MANY_ITEMS - 1)
+    assert collects()
+    assert not timers()
+
+
 def test_without_threads_there_is_no_planning_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

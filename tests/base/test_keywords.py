@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torch_dcpx as dcpx
-from torch_dcpx import CheckpointManager, WriteOptions
+from torch_dcpx import CheckpointManager, ReadOptions, WriteOptions
 from torch_dcpx._keywords import telling
 
 CALLS = {
@@ -25,12 +25,18 @@ CALLS = {
 
 TYPOS: list[tuple[Any, str, str]] = [
     (CheckpointManager.save, "scheduler", "'lr_scheduler'"),
+    (CheckpointManager.save, "optim", "'optimizer'"),
+    (CheckpointManager.save, "train_loader", "'dataloader'"),
     (CheckpointManager.resume, "step", "'tag'"),
+    (CheckpointManager.export, "step", "'tag_or_model'"),
     (CheckpointManager, "max_to_keep", "'keep_last'"),
+    (CheckpointManager, "save_total_limit", "'keep_last'"),
     (CheckpointManager, "keep_lats", "'keep_last'"),
+    (CheckpointManager, "directory", "'root'"),
     (CheckpointManager, "save_interval_steps", "'save_every'"),
     (CheckpointManager, "durability", "options=WriteOptions(durability=...)"),
     (dcpx.save, "path", "'checkpoint_id'"),
+    (dcpx.save, "model", "'state_dict'"),
     (dcpx.save, "num_workers", "options=WriteOptions(workers=...)"),
     (dcpx.save, "keep_last", "CheckpointManager(root, keep_last=...)"),
     (dcpx.save, "async_save", "dcpx.async_save"),
@@ -38,10 +44,16 @@ TYPOS: list[tuple[Any, str, str]] = [
     (dcpx.load, "map_location", "load_tensors(device=)"),
     (dcpx.load, "weights_only", "no load executes"),
     (dcpx.load, "safe_globals", "options=ReadOptions(safe_globals=...)"),
+    (dcpx.load, "reader", "'storage_reader'"),
     (dcpx.load_tensors, "names", "'keys'"),
+    (dcpx.load_tensors, "map_location", "'device'"),
+    (dcpx.load_pretrained, "pretrained_model_name_or_path", "'path'"),
+    (dcpx.export, "checkpoint_id", "'path'"),
     (dcpx.export, "max_shard_size", "'max_shard_bytes'"),
+    (dcpx.use, "options", "'write_options'"),
     (dcpx.KeyMap, "rename", "key_map=KeyMap((pattern, replacement), ...)"),
     (WriteOptions, "thread_count", "'workers'"),
+    (ReadOptions, "timeout", "'load_timeout_s'"),
     (dcpx.SaveReport.trace, "file", "'path'"),
 ]
 

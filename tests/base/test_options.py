@@ -43,6 +43,7 @@ MIB = 1 << 20
 # What tests/house/argument_table.py does not have: bounds, and what two options together cannot be.
 WRONG: list[tuple[type, dict[str, Any], str]] = [
     (WriteOptions, {"workers": 33}, "workers"),  # more slots than the budget holds
+    (WriteOptions, {"direct_io": 1}, "direct_io"),
     (WriteOptions, {"slot_bytes": 100_000}, "slot_bytes"),
     (WriteOptions, {"slot_bytes": 1 << 31}, "slot_bytes"),
     (WriteOptions, {"slot_bytes": 2 * MIB, "host_memory_bytes": MIB}, "host_memory_bytes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -21,12 +22,34 @@ import torch_dcpx
 import torch_dcpx.cli.listing
 import torch_dcpx.views.ls
 from torch_dcpx import _C
+from torch_dcpx._text import human_bytes
 from torch_dcpx.errors import StorageError
 from torch_dcpx.metadata.parts import TAIL
 from torch_dcpx.views import items as views_items
 
 ROOT = Path(torch_dcpx.__file__).parents[1]
 STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_inspect_shows_what_a_checkpoint_holds(tmp_path: Path, writer: Any) -> None:
+    save(STATE, tmp_path, writer)
+    (found,) = json_of("inspect", tmp_path, "--parts")
+    assert found["written_by"] == {"ours": "torch-dcpx", "stock": "stock"}[writer]
+    assert found["nbytes"] == sum((tmp_path / name).stat().st_size for name in data_files(tmp_path))
+    items = {item["fqn"]: item for item in found["items"]}
+    assert set(items) == {"model.w", "model.b", "step"}
+    assert items["model.w"]["dtype"] == "float32"
+    assert items["model.w"]["shape"] == [20, 30]
+    (chunk,) = items["model.w"]["parts"]
+    assert chunk["sizes"] == [20, 30]
+    assert chunk["nbytes"] >= 2400
+    assert items["step"]["kind"] == "object"
+    text = dcpx("inspect", tmp_path).stdout
+    stored = human_bytes(sum(item["nbytes"] for item in found["items"]))
+    head = f"3 items (2 tensors, 1 object), 605 parameters (float32), {stored} stored; 1 file of "
+    assert text.splitlines()[1] == head + human_bytes(found["nbytes"])
+    assert re.search(r"^float32  \[20, 30\]      1  \d\.\d\d kB  model\.w$", text, re.MULTILINE)
 
 
 def test_inspect_keeps_to_the_keys_and_the_limit(tmp_path: Path) -> None:
@@ -107,6 +130,18 @@ def test_verify_takes_roots_and_several_paths(tmp_path: Path) -> None:
     (tmp_path / "run/step-1/.metadata").unlink()  # a save that did not end
     assert json_of("verify", tmp_path / "run", code=1)[0]["findings"][0]["kind"] == "uncommitted"
     assert json_of("verify", tmp_path / "run", tmp_path / "none", code=2)["error"]["errno"] == 2
+
+
+def test_verify_takes_an_exported_file_and_a_folder(tmp_path: Path) -> None:
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "y.pt", no_dist=True)
+    torch_dcpx.export({"w": torch.ones(100)}, tmp_path / "out", no_dist=True)
+    for target in ("y.pt", "out"):
+        result = dcpx("verify", tmp_path / target)
+        assert result.exit_code == 0, result.output
+        assert "1 part in 1 file," in result.output
+    (tmp_path / "y.pt").write_bytes((tmp_path / "y.pt").read_bytes()[:-9])
+    assert dcpx("verify", tmp_path / "y.pt").exit_code == 1
+    assert dcpx("verify", tmp_path / "nope.pt").exit_code == 2
 
 
 def test_repair_makes_lost_metadata_anew_and_spares_a_good_one(tmp_path: Path) -> None:

@@ -141,7 +141,11 @@ OWN: Table = {
     "diff": (dcpx.diff, {"a": "good", "b": "good"}, {}),
     "inspect": (dcpx.inspect, {"path": "good"}, {}),
     "stats": (dcpx.stats, {"path": "good"}, {"path": NOT_PATHS}),
-    "verify": (dcpx.verify, {"path": "good"}, {"host_memory_bytes": NOT_COUNTS}),
+    "verify": (
+        dcpx.verify,
+        {"path": "good"},
+        {"host_memory_bytes": NOT_COUNTS, "workers": (*NOT_COUNTS, 257)},
+    ),
     "ls": (dcpx.ls, {"path": "good"}, {}),
     "repair": (
         dcpx.repair,

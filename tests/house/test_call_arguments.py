@@ -173,38 +173,17 @@ def test_what_was_meant_is_said(tmp_path: Path) -> None:
         lambda: dcpx.export("out", MODEL),
         lambda: dcpx.load_pretrained("ckpt", MODEL),
     ]  # type: ignore[arg-type]
-    modules: list[Callable[[], Any]] = [
-        lambda: dcpx.save(MODEL, "ckpt"),
-        lambda: dcpx.async_save(MODEL, "ckpt"),
-        lambda: dcpx.load(MODEL, "ckpt"),
-        lambda: dcpx.prewarm(MODEL),
-    ]  # type: ignore[arg-type]
-    meshes: list[Callable[[], Any]] = [lambda: dcpx.save(STATE, "ckpt", process_group=Mesh())]
-    for calls, meant in (
-        (swapped, "swapped"),
-        (modules, r'\{"model": model\}'),
-        (meshes, r"mesh\.get_group\(\)"),
-    ):
-        for call in calls:
-            with pytest.raises(OptionError, match=meant):
-                call()
+    for call in swapped:
+        with pytest.raises(OptionError, match="swapped"):
+            call()
+    for call in (dcpx.save, dcpx.async_save, dcpx.load, dcpx.prewarm):
+        with pytest.raises(OptionError, match=r'\{"model": model\}'):
+            call(MODEL, *(() if call is dcpx.prewarm else ("ckpt",)))  # type: ignore[operator]
+    with pytest.raises(OptionError, match=r"mesh\.get_group\(\)"):
+        dcpx.save(STATE, "ckpt", process_group=Mesh())
     with pytest.raises(OptionError) as raised:
         dcpx.export(STATE, MODEL)  # type: ignore[arg-type]
     assert raised.value.value is None, "no state that ranks would send each other"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tilde_is_refused_with_the_path_that_was_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for path in ("~/ckpt", Path("~/ckpt"), b"~/ckpt"):
-        with pytest.raises(OptionError) as raised:
-            dcpx.save(STATE, path)
-        assert f"'{tmp_path}/home/ckpt'" in str(raised.value)
-        assert "'./~/ckpt'" in str(raised.value)
-    with pytest.raises(OptionError, match="no such user"):
-        dcpx.save(STATE, "~nobody-here/ckpt")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -221,7 +221,13 @@ class Refuses:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"a": 1, "b": Refuses()}, {"a": threading.Lock()}, {"a": {"b": 1}, "a.b": 2}]
+    "bad",
+    [
+        {"a": 1, "b": Refuses()},
+        {"a": threading.Lock()},
+        {"a": {"b": 1}, "a.b": 2},
+        {"a": lambda: 0},
+    ],
 )
 def test_state_that_stock_cannot_save_fails_with_its_text(tmp_path: Path, bad: Any) -> None:
     found = [

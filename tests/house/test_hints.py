@@ -333,6 +333,7 @@ def test_tilde_names_two_paths_that_work(tmp_path: Path, monkeypatch: pytest.Mon
         dcpx.save(state(), path)
         assert_loads(path)
     assert (tmp_path / "home" / "ckpt").is_dir() and (tmp_path / "~" / "ckpt").is_dir()
+    assert "no such user" in text_of(OptionError, lambda: dcpx.save(state(), b"~nobody-here/ckpt"))
 
 
 def test_value_that_pickle_refuses_is_named_and_the_rest_is_saved(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def run_page(blocks: list[Block], folder: Path, commands: Path) -> tuple[int, st
     steps = write_steps(blocks, folder / "steps.json")
     (folder / "page").mkdir()
     done = warm_parent().run(
-        [str(RUNNER), str(steps)],
+        [str(RUNNER), str(steps), "--fast"],
         env=environment_of_page(folder / "home", f"{commands}:{sysconfig.get_path('scripts')}"),
         cwd=folder / "page",
     )

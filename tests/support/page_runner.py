@@ -1,15 +1,19 @@
-"""Runs the blocks of a page in order, in this directory: python STEPS.json.
+"""Runs the blocks of a page in order, in this directory: python STEPS.json [--fast].
 
 All Python of a page is one program: its names live on from block to block, and it is `__main__`.
-Blocks of a shell run between, in a shell each, without `pip install`: tests download nothing.
+Blocks of a shell run between, in a shell each, without `pip install`: tests download nothing. With
+--fast the process ends behind what runs at exit, and takes no module apart: that takes 0.3 s.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -50,4 +54,11 @@ def run(step: dict[str, Any], program: types.ModuleType) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = ""  # the page's own files, not those beside this one
-    sys.exit(main(sys.argv[1]))
+    status = main(sys.argv[1])
+    if "--fast" in sys.argv:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

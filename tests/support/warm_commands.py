@@ -18,6 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+_DCPX = """
+import os, sys
+from torch_dcpx.cli import main
+try:
+    main()
+except SystemExit as ended:
+    sys.stdout.flush()
+    os._exit(ended.code or 0)
+"""
 _COMMAND = """#!{python} -IS
 import json, os, signal, socket, sys
 name, args = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -25,7 +34,7 @@ is_script = bool(args) and (args[0] == "-c" or args[0].endswith(".py"))
 if name == "python" and (not is_script or os.environ.get("DCPX_INSTALL")):
     os.execv({python!r}, [{python!r}, *args])
 if name == "dcpx":
-    args = ["-c", "from torch_dcpx.cli import main; main()", *args]
+    args = ["-c", {dcpx!r}, *args]
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asks:
     asks.connect({socket!r})
     asked = {{"args": args, "env": dict(os.environ), "cwd": os.getcwd()}}
@@ -46,7 +55,7 @@ def make_commands(folder: Path) -> tuple[Any, Path]:
     for name in ("dcpx", "python"):
         path = folder / "bin" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(_COMMAND.format(python=sys.executable, socket=str(place)))
+        path.write_text(_COMMAND.format(python=sys.executable, socket=str(place), dcpx=_DCPX))
         path.chmod(0o755)
     read_end, write_end = os.pipe()
     with open(read_end) as said, open(write_end, "w") as out:
