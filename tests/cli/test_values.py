@@ -263,7 +263,7 @@ def test_what_a_manager_keeps_for_each_rank_is_readable(tmp_path: Path) -> None:
     with torch_dcpx.CheckpointManager(tmp_path) as manager:
         manager.save(1, state={"a": torch_dcpx.PerRank([7])}, user_content={"note": "hi"})
         manager.wait()
-    found = cat(tmp_path / "step-1", "torch_dcpx.user_content", "torch_dcpx.rank.0").stdout
+    found = cat(tmp_path / "step-1", "dcpx.user_content", "dcpx.rank.0").stdout
     assert "{'note': 'hi'}" in found and "[7]" in found
 
 
