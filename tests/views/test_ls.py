@@ -16,6 +16,7 @@ from support.cli import code_and_text, json_of
 from support.saves import WRITERS, data_files, save, save_rank_local
 
 import torch_dcpx
+from torch_dcpx import ListedCheckpoint
 from torch_dcpx.integrity.contents import brief_from, read_brief, read_commit
 from torch_dcpx.integrity.facts import files_text
 from torch_dcpx.storage.place import open_place
@@ -83,6 +84,15 @@ def test_newest_is_what_cron_asks_for(root: Path, tmp_path: Path) -> None:
         assert code_and_text("ls", root, "--newest", f"--max-age={age}")[0] == 2, age
     code, text = code_and_text("ls", root, "--max-age", "1h")
     assert code == 2 and "Traceback" not in text
+
+
+def test_newest_of_one_second_and_step_is_the_last_by_name() -> None:
+    rows = [
+        ListedCheckpoint(name, name, "committed", 3, "2026-01-01T00:00:00Z", whole=True)
+        for name in ("a", "b", "c")
+    ]
+    newest = torch_dcpx.Listing("run", tuple(rows)).newest
+    assert newest is not None and newest.name == "c"
 
 
 def test_a_copys_age_is_that_of_its_save(root: Path, tmp_path: Path) -> None:
