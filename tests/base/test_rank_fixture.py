@@ -29,6 +29,7 @@ def pid() -> int:
 
 def fails_on_one(rank: int, how: str) -> None:
     print(f"rank {dist.get_rank()} is here", flush=True)
+    dist.barrier()
     if dist.get_rank() != rank:
         dist.barrier()
     elif how == "raises":

@@ -222,6 +222,7 @@ def test_a_file_of_ours_that_is_longer_is_not_whole(tmp_path: Path) -> None:
         save(THREE, tmp_path / writer / "a", writer)
         truncate(tmp_path / writer / "a" / data_files(tmp_path / writer / "a")[0], 10)
     assert listed(tmp_path / "ours", 1)["cell"] == "1 of 1 too long"
+    assert len(torch_dcpx.inspect(tmp_path / "ours" / "a").faults) == 1
     assert listed(tmp_path / "stock", 0)["cell"] == "whole"  # its metadata holds no sizes of files
 
 
