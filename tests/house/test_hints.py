@@ -222,6 +222,8 @@ def test_missing_names_and_other_dtypes_name_the_arguments_that_allow_them(saved
     allowed = {"allow_missing": ["*.extra"], "cast": found["cast"]}
     for options in (found, allowed):
         assert dcpx.load(target, saved, **options).missing == ("model.extra",)
+    del target["model"]["extra"]
+    assert not dcpx.load(target, saved, cast=found["cast"]).is_whole, "a dtype was converted"
     target["model"] = {name: torch.zeros(3) for name in ("a", "b", "weight", "bias")}
     text = text_of(MismatchError, lambda: dcpx.load(target, saved))
     assert "2 names are missing" in text and "2 shapes differ" in text
