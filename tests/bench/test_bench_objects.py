@@ -1,11 +1,9 @@
-"""The benches' S3 server answers as S3 does, and the probe runs. No test asks how fast."""
+"""The S3 server of benches answers as S3 does, and they run on it. No test asks how fast."""
 
 from __future__ import annotations
 
 import http.client
 import os
-import subprocess
-import sys
 import threading
 import time
 import urllib.parse
@@ -17,11 +15,11 @@ import pytest
 
 obstore = pytest.importorskip("obstore")
 
-import object_probe  # noqa: E402
 from object_bucket import BLOCK_BYTES, GROWTH_BYTES  # noqa: E402
 from object_probe import make_store  # noqa: E402
 from object_server import ObjectServer  # noqa: E402
 from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: E402
+from support.warm import warm_parent  # noqa: E402
 
 Answer = tuple[int, dict[str, str], bytes]
 Ask = Callable[..., Answer]
@@ -194,7 +192,7 @@ def test_each_request_gets_its_status(
     assert ask("GET", "/b/a")[2] == b"1234"  # the connection goes on
 
 
-# ---- Modes, counts and the probe ---------------------------------------------------------------
+# ---- Modes, counts and benches -----------------------------------------------------------------
 
 
 def test_an_answer_on_its_way_keeps_the_bytes_of_an_object_that_is_gone(
@@ -233,52 +231,28 @@ def test_a_reset_sets_counts_and_latency_and_may_remove_all(server: ObjectServer
     assert stats["cpu_s"] >= 0
 
 
-def test_the_probe_prints_a_row_for_each_case(capsys: pytest.CaptureFixture[str]) -> None:
-    cores = os.sched_getaffinity(0)
-    object_probe.main(["--size", "smoke"])
-    assert os.sched_getaffinity(0) == cores
-    printed = capsys.readouterr().out
-    titles = [line for line in printed.splitlines() if line.startswith("###")]
-    assert len(titles) == len(object_probe.SECTIONS)
-    assert "| 1 | 4 | 5 | 5 |" in printed  # a buffer each part, 4 in flight: one more is held
-    assert printed.count("| unsigned_payload | 8 | 4 |") == 2  # latencies
-
-
-@pytest.mark.parametrize("case", ["large", "small"])
-def test_sides_are_timed_beside_obstore_alone(case: str) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, str(Path(__file__).with_name("objects.py")), "--cases", case),
-            *("--scale", "64", "--rounds", "1", "--slow-rounds", "0", "--latency-ms", "0"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
+def rows_of(script: str, *arguments: str) -> list[list[str]]:
+    """Runs a bench; returns the rows of its table."""
+    command = [str(Path(__file__).with_name(script)), *arguments, "--rounds", "1"]
+    done = warm_parent().run(
+        [*command, "--latency-ms", "0"], env=dict(os.environ), cwd=Path.cwd(), timeout_s=300
     )
     assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert [(row[1], row[3]) for row in rows] == [
-        ("save", "obstore alone"),
-        ("save", "dcpx.save"),
-        ("save", "dcp.save, DcpxWriter"),
-        ("load", "obstore alone"),
-        ("load", "dcpx.load"),
-        ("load", "dcp.load, DcpxReader"),
-    ]
+    return [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+
+
+def test_sides_are_timed_beside_obstore_alone() -> None:
+    rows = rows_of("objects.py", "--scale", "256", "--slow-rounds", "0")
+    sides = [
+        ("save", "obstore alone"), ("save", "dcpx.save"), ("save", "dcp.save, DcpxWriter"),
+        ("load", "obstore alone"), ("load", "dcpx.load"), ("load", "dcp.load, DcpxReader"),
+    ]  # fmt: skip
+    found = [(row[0], row[1], row[3]) for row in rows]
+    assert found == [(case, *side) for case in ("large", "small") for side in sides]
     assert all(float(row[4].split()[0]) > 0 for row in rows)
 
 
 def test_gaps_are_read_over_and_apart() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, str(Path(__file__).with_name("object_gaps.py")), "--mib", "8"),
-            *("--gaps-kib", "64", "4096", "--rounds", "1", "--latency-ms", "0"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["64 KiB", "4096 KiB"]
+    rows = rows_of("object_gaps.py", "--mib", "8", "--gaps-kib", "64", "256")
+    assert [row[0] for row in rows] == ["64 KiB", "256 KiB"]
     assert all(float(row[1].split()[0]) > 0 for row in rows)
