@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fake_cuda.driver_calls import CudaError, DriverCalls, Memcpy2D
-from fake_cuda.fake import EAGER, HELD, INVALID_VALUE, LATE, FakeCuda
+from fake_cuda.driver_calls import CudaError, DriverCalls
+from fake_cuda.fake import HELD, FakeCuda
 
 SEEDS = range(24)
 N = 1024  # bytes
@@ -140,45 +140,6 @@ def test_wait_is_for_what_was_recorded_when_it_was_asked_for(
     driver.destroy_event(event)
 
 
-def test_event_that_was_never_recorded_is_done(driver: DriverCalls) -> None:
-    event = driver.event()
-    assert driver.is_done(event)
-    driver.event_wait(event)
-    driver.destroy_event(event)
-
-
-def test_held_work_runs_when_somebody_waits_for_what_is_behind_it(
-    driver: DriverCalls, pinned: torch.Tensor
-) -> None:
-    fake = driver.fake
-    fake.set_pace(HELD)
-    source, caller, own = fake.device_tensor(OLD), fake.make_stream(), driver.stream()
-    event = driver.event()
-    fake.stream_write(source, NEW, caller)
-    driver.record(event, caller)
-    driver.stream_wait(own, event)
-    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
-    assert fake.count("works_run") == 0
-    driver.synchronize(own)
-    assert fake.count("works_run") == 2
-    assert torch.equal(pinned, NEW)
-    driver.destroy_stream(own)
-    driver.destroy_event(event)
-
-
-def test_stream_that_is_destroyed_still_runs_what_it_holds(
-    driver: DriverCalls, pinned: torch.Tensor
-) -> None:
-    driver.fake.set_pace(LATE)
-    source, own, event = driver.fake.device_tensor(NEW), driver.stream(), driver.event()
-    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
-    driver.record(event, own)
-    driver.destroy_stream(own)
-    driver.event_wait(event)
-    assert torch.equal(pinned, NEW)
-    driver.destroy_event(event)
-
-
 # ---- The default stream -------------------------------------------------------------------------
 
 
@@ -250,25 +211,6 @@ def test_memory_registered_for_one_context_is_pageable_in_another(fake_cuda: Fak
 # ---- Batches and boxes --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", [12080, 13000])
-def test_batch_copies_all_and_counts_them(
-    driver: DriverCalls, pinned: torch.Tensor, version: int
-) -> None:
-    data = torch.arange(N, dtype=torch.int64).to(torch.uint8)
-    source, own = driver.fake.device_tensor(data), driver.stream()
-    copies = [
-        (pinned.data_ptr() + at, source.data_ptr() + at, min(100, N - at))
-        for at in range(0, N, 100)
-    ]
-    driver.copy_batch(copies, own, version)
-    driver.synchronize(own)
-    assert torch.equal(pinned, data)
-    name = "cuMemcpyBatchAsync" + ("_v2" if version >= 13000 else "")
-    counts = driver.fake.counts()
-    assert (counts[name], counts["batch_pieces"], counts["bytes_to_host"]) == (1, len(copies), N)
-    driver.destroy_stream(own)
-
-
 def test_copies_of_one_batch_run_in_any_order(driver: DriverCalls, pinned: torch.Tensor) -> None:
     own = driver.stream()
 
@@ -282,44 +224,8 @@ def test_copies_of_one_batch_run_in_any_order(driver: DriverCalls, pinned: torch
     driver.destroy_stream(own)
 
 
-def test_batch_with_a_bad_copy_says_which_and_copies_nothing(
-    driver: DriverCalls, pinned: torch.Tensor
-) -> None:
-    source, own = driver.fake.device_tensor(NEW), driver.stream()
-    good = (pinned.data_ptr(), source.data_ptr(), 10)
-    with pytest.raises(CudaError) as caught:
-        driver.copy_batch([good, good, (pinned.data_ptr(), source.data_ptr() + N, 1)], own, 12080)
-    assert caught.value.args == (INVALID_VALUE, "cuMemcpyBatchAsync", 2)
-    driver.fake.sync()
-    assert not pinned.any()
-    assert len(driver.fake.take_reports()) == 1
-    driver.destroy_stream(own)
-
-
 def test_batch_on_the_default_stream_is_refused(driver: DriverCalls, pinned: torch.Tensor) -> None:
     source = driver.fake.device_tensor(NEW)
     with pytest.raises(CudaError):
         driver.copy_batch([(pinned.data_ptr(), source.data_ptr(), N)], 0)
     assert driver.fake.take_reports() == ["cuMemcpyBatchAsync_v2: a batch on the default stream"]
-
-
-def test_box_goes_where_the_pitches_say(
-    driver: DriverCalls, pinned: torch.Tensor, seed: int
-) -> None:
-    driver.fake.set_pace(EAGER)
-    generator = torch.Generator().manual_seed(seed % (1 << 31))
-    data = torch.randint(0, 256, (N,), dtype=torch.uint8, generator=generator)
-    source, own = driver.fake.device_tensor(data), driver.stream()
-    box = Memcpy2D(src_type=2, src_device=source.data_ptr(), src_pitch=32, src_x=3, src_y=2)
-    box.dst_type, box.dst_host, box.dst_pitch = 1, pinned.data_ptr(), 17
-    box.width, box.height = 11, 5
-    driver.copy_2d(box, own)
-    driver.synchronize(own)
-    expected = torch.zeros(N, dtype=torch.uint8)
-    expected[: 17 * 5].view(5, 17)[:, :11] = data.view(-1, 32)[2:7, 3:14]
-    assert torch.equal(pinned, expected)
-    box.src_pitch = 13  # x and width need 14
-    with pytest.raises(CudaError):
-        driver.copy_2d(box, own)
-    assert driver.fake.take_reports() == ["cuMemcpy2DAsync: a pitch below the width"]
-    driver.destroy_stream(own)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import signal
 
-import pytest
 import torch
 from conftest import RunPython
 from fake_cuda import fake as codes
@@ -34,59 +32,6 @@ ctypes.string_at(address, 1)
 """
     done = run_warm(code, env=fake_cuda.environment(), check=False)
     assert (done.stdout, done.returncode) == ("made\n", -signal.SIGSEGV)
-
-
-def test_system_call_that_gets_device_memory_fails(fake_cuda: FakeCuda) -> None:
-    tensor = fake_cuda.device_tensor(data())
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(os.devnull, "wb") as null, open("/proc/self/exe", "rb") as file:
-        assert libc.write(null.fileno(), ctypes.c_void_p(tensor.data_ptr()), 0) == 0
-        assert libc.read(file.fileno(), ctypes.c_void_p(tensor.data_ptr()), N) == -1
-    assert ctypes.get_errno() == 14  # EFAULT
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.complex128])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (4, 6)])
-def test_device_tensor_holds_the_values_strides_and_dtype_of_its_data(
-    fake_cuda: FakeCuda, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    values = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype).t()
-    tensor = fake_cuda.device_tensor(values, device=1)
-    assert (tensor.dtype, tensor.size(), tensor.stride()) == (
-        values.dtype,
-        values.size(),
-        values.stride(),
-    )
-    assert torch.equal(fake_cuda.read_back(tensor), values)
-    assert fake_cuda.ordinal_of(tensor) == (1 if values.numel() else -1)
-
-
-def test_memory_of_a_device_tensor_is_freed_with_its_last_view(fake_cuda: FakeCuda) -> None:
-    first, second = fake_cuda.segment([data(), data(3)])
-    view = second[10:]
-    address = first.data_ptr()
-    del first, second
-    assert fake_cuda.count("live_allocations") == 1
-    del view
-    assert fake_cuda.count("live_allocations") == 0
-    assert fake_cuda.alloc(2 * N) == address  # as of a caching allocator
-
-
-def test_device_tensor_can_be_named_in_an_assertion_that_fails(fake_cuda: FakeCuda) -> None:
-    tensor = fake_cuda.device_tensor(data())
-    assert repr([tensor]) == f"[<({N},) on the fake>]"
-    assert repr(torch.ones(1)) == "tensor([1.])"
-    del tensor
-
-
-def test_tensors_of_one_segment_share_an_allocation_and_others_never_touch(
-    fake_cuda: FakeCuda,
-) -> None:
-    first, second = fake_cuda.segment([data(), data()])
-    assert second.data_ptr() == first.data_ptr() + N
-    one, other = fake_cuda.alloc(512), fake_cuda.alloc(512)
-    assert abs(one - other) > 512
-    assert fake_cuda.alloc(512, is_adjacent=True) - max(one, other) == 512
 
 
 # ---- Copies that go wrong -----------------------------------------------------------------------
@@ -201,31 +146,3 @@ def test_handles_that_were_destroyed_and_contexts_that_are_missing_are_reported(
         "cuEventQuery: an event that was destroyed or never made",
         "cuEventCreate: no context is current on this thread",
     ]
-
-
-# ---- Registrations ------------------------------------------------------------------------------
-
-
-def test_registrations_are_counted_and_never_overlap(driver: DriverCalls) -> None:
-    before = driver.fake.counts()
-    memory = torch.zeros(4 * N, dtype=torch.uint8)
-    driver.register(memory[:N])
-    driver.register(memory[N : 3 * N])
-    assert error_of(lambda: driver.register(memory[2 * N :])) == codes.ALREADY_REGISTERED
-    assert error_of(lambda: driver.unregister(memory[2 * N :])) == codes.NOT_REGISTERED
-    assert driver.fake.count("pinned_bytes") - before["pinned_bytes"] == 3 * N
-    driver.unregister(memory)
-    driver.unregister(memory[N:])
-    counts = driver.fake.counts()
-    assert counts["pinned_bytes"] == before["pinned_bytes"]
-    assert counts["live_registrations"] == before["live_registrations"]
-    assert counts["pinned_peak_bytes"] == before["pinned_bytes"] + 3 * N
-    assert len(driver.fake.take_reports()) == 1
-
-
-def test_registration_beyond_the_limit_is_refused(driver: DriverCalls) -> None:
-    memory = torch.zeros(2 * N, dtype=torch.uint8)
-    driver.fake.limit_pinned(driver.fake.count("pinned_bytes") + N)
-    assert error_of(lambda: driver.register(memory)) == codes.OUT_OF_MEMORY
-    driver.register(memory[:N])
-    driver.unregister(memory[:N])

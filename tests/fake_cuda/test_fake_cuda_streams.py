@@ -1,16 +1,19 @@
-"""The fake CUDA driver: streams that hang, default streams of threads, forked children."""
+"""The fake CUDA driver: hung streams, those of threads, captures, kernels, forked children."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
 import torch
 from conftest import RunPython
-from fake_cuda.driver_calls import DriverCalls
+from fake_cuda import fake as codes
+from fake_cuda.driver_calls import DriverCalls, error_of
 from fake_cuda.fake import EAGER, HUNG, FakeCuda
 
 LEGACY, PER_THREAD = 1, 2
+N = 1024  # bytes
 
 
 def test_hung_work_runs_for_nobody_before_it_is_released(driver: DriverCalls) -> None:
@@ -66,6 +69,55 @@ def test_default_stream_of_a_thread_is_its_own_and_keeps_step_with_the_legacy_on
     assert fake.read_back(mine).tolist() == [1.0] * 4
     assert fake.read_back(behind).tolist() == [3.0] * 4
     driver.destroy_event(done)
+
+
+def test_kernel_that_touches_what_it_cannot_loses_the_device(driver: DriverCalls) -> None:
+    fake, own, host = driver.fake, driver.stream(), torch.full((N,), 2, dtype=torch.uint8)
+    _, fill = driver.kernel("fake_fill_kernel")
+    driver.launch(
+        fill, [ctypes.c_uint64(host.data_ptr()), ctypes.c_uint64(N), ctypes.c_uint8(7)], own
+    )
+    assert error_of(lambda: driver.synchronize(own)) == codes.ILLEGAL_ADDRESS
+    assert error_of(driver.event) == codes.ILLEGAL_ADDRESS
+    assert torch.equal(host, torch.full((N,), 2, dtype=torch.uint8))
+    assert fake.take_reports() == ["a kernel: host memory that is not registered"]
+    error_of(lambda: driver.destroy_stream(own))
+
+
+def test_capturing_stream_says_so_and_takes_no_work(driver: DriverCalls) -> None:
+    fake, event = driver.fake, driver.event()
+    caller = fake.make_stream(is_non_blocking=False)
+    status = ctypes.c_int(-1)
+
+    def ask(stream: int) -> int:
+        return fake.library.cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+
+    assert (ask(caller), status.value) == (0, 0)
+    fake.set_capturing(caller)
+    assert (ask(caller), status.value) == (0, 1)
+    assert ask(0) == 906  # CAPTURE_IMPLICIT: the default stream keeps step
+    assert error_of(lambda: driver.record(event, caller)) == codes.CAPTURE_UNSUPPORTED
+    assert (ask(caller), status.value) == (0, 2)
+    assert fake.is_capture_broken(caller)
+    assert len(fake.take_reports()) == 1
+    fake.set_capturing(caller, is_capturing=False)
+    driver.destroy_event(event)
+
+
+def test_unsafe_call_breaks_a_capture_unless_its_thread_is_relaxed(driver: DriverCalls) -> None:
+    fake, event, caller = driver.fake, driver.event(), driver.fake.make_stream()
+    mode = ctypes.c_int(2)
+    fake.set_capturing(caller)
+    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    assert mode.value == 0
+    assert driver.is_done(event)
+    assert not fake.is_capture_broken(caller)
+    driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    assert error_of(lambda: driver.is_done(event)) == codes.CAPTURE_UNSUPPORTED
+    assert fake.is_capture_broken(caller)
+    assert len(fake.take_reports()) == 1
+    fake.set_capturing(caller, is_capturing=False)
+    driver.destroy_event(event)
 
 
 @pytest.mark.slow
