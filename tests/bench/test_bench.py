@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
-import save_setup
-import save_sides
 import torch
 from case_states import check_same, make_state
 from cases import CASES, MismatchError
 from conftest import ROOT
-from engine_clock import engine_calls
 from harness import Side, run_rounds
-from meters import CountingThread, Reading, extra_peak_bytes, relative_rate
-from ratios import speed_ratio
-from save_setup import SIDES, is_metered, sides_of
+from save_setup import SIDES, sides_of
 from save_sides import RawSide, dcp_side, dcpx_side, safetensors_side
 from summary import SAVE_TARGETS, summarize
 from tables import PARTS, as_markdown, new_page, part_of, put_on_page, time_text
-
-from torch_dcpx import _C, DcpxWriter
 
 SAVE = ROOT / "tests" / "bench" / "save.py"
 MIB = 1 << 20
@@ -122,27 +114,6 @@ def test_a_wrong_byte_is_caught_on_every_side(tmp_path: Path, name: str) -> None
         side.check(path)
 
 
-def test_dcp_alone_plans_and_writes_nothing(tmp_path: Path) -> None:
-    side = made_side("dcp_alone", make_state(CASES["tiny"], "smoke"), tmp_path)
-    side.run(tmp_path / "saved")
-    side.check(tmp_path / "saved")
-    assert not list((tmp_path / "saved").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("case", "side", "expected"),
-    [
-        ("64mib", "raw", True), ("64kib", "raw", False), ("64kib", "dcp_alone", True),
-        ("64mib", "dcp_alone", False), ("scalars", "safetensors", False), ("4kib", "ours", True),
-        ("tiny", "ours_nosync", False),
-    ],
-)  # fmt: skip
-def test_meters_are_for_cases_that_they_say_something_of(
-    case: str, side: str, expected: bool
-) -> None:
-    assert is_metered(case, side) == expected
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -202,44 +173,6 @@ def is_counted(run: tuple[str, str], name: str) -> bool:
     return run[0] == name and run[1] not in ("check", f"{name}-0")
 
 
-def test_ratios_are_of_rounds_and_not_of_medians() -> None:
-    times = {"a": [1.0, 2.0, 4.0], "b": [2.0, 2.0, 16.0, 99.0]}
-    assert speed_ratio(times, "a", "b") == {"median": 2.0, "min": 1.0, "max": 4.0}
-
-
-def test_engine_calls_are_seen_and_the_extension_is_as_before(tmp_path: Path) -> None:
-    before = _C.WriteJob
-    with engine_calls() as calls:
-        save_sides.save({"a": torch.ones(3)}, DcpxWriter(tmp_path))
-    assert len(calls) == 1 and calls[0][0] < calls[0][1]
-    assert _C.WriteJob is before
-
-
-# ---- Meters -------------------------------------------------------------------------------------
-
-
-def test_extra_peak_counts_what_is_freed_again_and_not_what_was_there() -> None:
-    torch.ones(128 * MIB // 4)  # a higher peak, before
-    there = torch.ones(64 * MIB // 4)
-    assert extra_peak_bytes(lambda: None) < 4 * MIB
-    assert extra_peak_bytes(lambda: there.clone().zero_().sum()) > 60 * MIB
-
-
-def test_a_thread_counts_less_while_the_gil_is_held() -> None:
-    def while_it(work: Callable[[], object]) -> float:
-        def around(thread: CountingThread) -> list[tuple[Reading, Reading]]:
-            before = thread.read()
-            work()
-            return [(before, thread.read())]
-
-        return relative_rate(around, idle_s=0.05)
-
-    held = while_it(lambda: sum(range(10_000_000)))
-    content = bytes(256 * MIB)
-    released = while_it(lambda: zlib.crc32(content))
-    assert held < released / 2
-
-
 # ---- What is said -------------------------------------------------------------------------------
 
 
@@ -273,34 +206,6 @@ def test_figures_are_reached_by_the_median_of_ratios() -> None:
     assert "| ours: speed of the raw limit | >= 0.9 | 0.91 (0.1-0.92) | yes |" in text
     assert "| one 4 GiB tensor, 2 ranks | raw | 3 | 0.91 (0.1-0.92) s |" in text
     assert time_text({"median": 0.02, "min": 0.0123456, "max": 0.5}) == "20 (12.3-500) ms"
-
-
-def test_meters_are_held_against_their_figures_where_they_were_taken() -> None:
-    counting = {"default": 0.5, "one worker": 0.95}
-    after = {"3": 1000, "30": 1011}
-    meters: list[dict[str, Any]] = [
-        {"extra_peak_bytes": 127 * MIB, "rss_bytes_after": after, "counting": counting},
-        {"extra_peak_bytes": 129 * MIB},
-    ]
-    cases = zip(("64mib", "tiny"), meters, strict=True)
-    report = report_of([{"case": c, "ranks": 1, "meters": {"ours": m}} for c, m in cases])
-    reached = {(row["case"], row["what"]): row["is_reached"] for row in report["targets"]}
-    assert reached == {
-        ("64mib", "extra_peak_mib"): True,
-        ("64mib", "growth"): False,
-        ("64mib", "counting"): True,
-        ("tiny", "extra_peak_mib"): False,
-    }
-    assert "growth in % | <= 1 | 1.1 | **no** |" in as_markdown(report)
-
-
-def test_a_machine_without_safetensors_leaves_its_side_out_and_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(save_setup, "HAS_SAFETENSORS", False)
-    assert "safetensors" not in sides_of(CASES["64kib"])
-    assert sides_of(CASES["64kib"]) == ["ours", "dcpx", "stock", "stock2", "raw", "dcp_alone"]
-    assert "safetensors is not installed" in as_markdown(report_of([], has_safetensors=False))
 
 
 PAGE = ROOT / "docs" / "develop" / "measurements.md"

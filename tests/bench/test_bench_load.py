@@ -17,7 +17,6 @@ from cases import LOAD_CASES, MismatchError
 from conftest import ROOT
 from load_setup import sides_of
 from load_sides import Destination, LoadSides, write_checkpoints
-from raw_limit import ReadConfig, build_program, read_raw
 from shards import LOADED_RANKS, shares
 from summary import LOAD_TARGETS, summarize
 from tables import as_markdown
@@ -87,22 +86,6 @@ def test_a_wrong_byte_in_the_destination_is_caught(tmp_path: Path, case: str, na
     side.before()  # what an earlier side loaded must not pass for what the next one did
     with pytest.raises(MismatchError):
         side.check(tmp_path)
-
-
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_the_limit_reads_every_byte_and_a_wrong_one_is_caught(
-    tmp_path: Path, is_direct: bool
-) -> None:
-    content = bytearray(torch.randint(256, (3 * MIB + 123,), dtype=torch.uint8).numpy().tobytes())
-    path, other = tmp_path / "file", tmp_path / "other"
-    path.write_bytes(content)
-    content[3 * MIB - 1] ^= 1
-    other.write_bytes(content)
-    program = build_program("raw_read")
-    config = ReadConfig(MIB, 2, is_direct)
-    assert read_raw(program, path, 3 * MIB, config, reference=path)[0] > 0
-    with pytest.raises(MismatchError):
-        read_raw(program, path, 3 * MIB, config, reference=other)
 
 
 def test_a_cold_turn_empties_the_page_cache_first_and_a_warm_one_fills_it(

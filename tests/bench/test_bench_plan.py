@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from typing import Any
-
 import plan
 import plan_meter
 import pytest
@@ -32,28 +29,3 @@ def test_side_that_would_take_too_long_is_left_out() -> None:
     assert side.may_run(1000)
     assert not side.may_run(1001)
     assert side.run(2000, lambda: pytest.fail("ran")) == (None, None)
-
-
-def test_memory_of_a_step_is_its_own() -> None:
-    def resident(mib: int) -> mmap.mmap:
-        # Pages of its own: malloc may have some that are resident already.
-        memory = mmap.mmap(-1, mib * plan_meter.MIB)
-        for _ in range(mib):
-            memory.write(bytes(plan_meter.MIB))
-        return memory
-
-    def measure() -> Any:
-        kept = resident(64)
-        first, _ = plan_meter.timed(lambda: resident(32))
-        second, _ = plan_meter.timed(lambda: None)
-        return first, second, len(kept)
-
-    first, second, _ = plan_meter.in_child(measure)
-    assert 32 <= first.more_bytes / plan_meter.MIB < 48
-    assert second.more_bytes < 8 * plan_meter.MIB
-    assert first.peak_bytes > first.more_bytes + 64 * plan_meter.MIB
-
-
-def test_step_that_fails_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="status 1"):
-        plan_meter.in_child(lambda: 1 / 0)

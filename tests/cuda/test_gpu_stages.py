@@ -6,10 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import fsdp_killed
 import gpu_doctor
@@ -56,34 +53,6 @@ def test_pytests_words_are_read(status: int | None, text: str, outcome: str) -> 
     assert gpu_tests.judge(status, text)[0] == outcome
 
 
-def test_cuda_test_may_use_a_folder(tmp_path: Path) -> None:
-    test = tmp_path / "test_tiny.py"
-    test.write_text("def test_a(tmp_path):\n    (tmp_path / 'a').write_text('a')\n")
-    folder = tmp_path / "files"
-    folder.mkdir()
-    outcome = gpu_tests.run(f"{test}::test_a", time.monotonic() + 300, folder)
-    assert (outcome.outcome, outcome.reason) == ("passed", "")
-
-
-def test_main_gives_the_tests_a_folder_and_removes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    folders: list[Path] = []
-
-    def note(
-        tests: object, at_once: int, give_up_at: float, folder: Path, found: list[Any]
-    ) -> None:
-        folders.append(folder)
-        seen.append(folder.is_dir())
-        found.append(gpu_tests.Outcome("a", "passed", 0.0, ""))
-
-    monkeypatch.setenv("ON_GPU_REHEARSAL", "1")
-    monkeypatch.setattr(gpu_tests, "collect", lambda _: ["a"])
-    monkeypatch.setattr(gpu_tests, "run_all", note)
-    assert gpu_tests.main() == 0
-    assert seen == [True, True]
-    assert not folders[0].exists()
-
-
 def test_doctor_says_what_the_card_is_before_anything_can_hang(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +77,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rehearsed")
-def test_sanitized_load_that_does_nothing_is_found(run_python: RunPython) -> None:
+def test_sanitized_load_that_does_nothing_is_found(run_warm: RunPython) -> None:
     code = """
 import sanitized, torch_dcpx
 torch_dcpx.load = lambda *_, **__: None
@@ -117,7 +86,7 @@ try:
 except AssertionError:
     print("found")
 """
-    assert run_python(code).stdout.endswith("found\n")
+    assert run_warm(code).stdout.endswith("found\n")
 
 
 class Jobs:
@@ -135,21 +104,6 @@ class Jobs:
             return self.kill, "SIGKILL in the middle of a save\n"
         end = {"first": self.first, "digest": self.digest if what == "resume" else "d"}
         return 0, f"ENDED {json.dumps(end)}\n"
-
-
-def test_job_without_a_kill_runs_beside_the_one_that_is_killed(tmp_path: Path) -> None:
-    jobs, both = Jobs(tmp_path), threading.Barrier(2)
-
-    def start(what: str, *arguments: str) -> tuple[int, str]:
-        if what == "train":
-            both.wait(20)
-        return jobs(what, *arguments)
-
-    assert fsdp_killed.stage(tmp_path, 8, start) == ""
-
-
-def test_resume_that_is_bit_equal_holds(tmp_path: Path) -> None:
-    assert fsdp_killed.stage(tmp_path, 8, Jobs(tmp_path)) == ""
 
 
 @pytest.mark.parametrize(

@@ -59,19 +59,9 @@ FAKE_EXPORT void fake_set_driver_version(int version) {
   world().settings.version = version;
 }
 
-FAKE_EXPORT void fake_set_device_count(int count) {
-  const auto lock = locked();
-  world().settings.device_count = count < 0 ? 0 : count > kMaxDevices ? kMaxDevices : count;
-}
-
 FAKE_EXPORT void fake_set_pace(int pace) {
   const auto lock = locked();
   world().settings.pace = static_cast<Pace>(pace);
-}
-
-FAKE_EXPORT void fake_set_attribute(int attribute, int value) {
-  const auto lock = locked();
-  world().settings.attributes[attribute] = value;
 }
 
 FAKE_EXPORT void fake_limit_pinned(std::uint64_t nbytes) {

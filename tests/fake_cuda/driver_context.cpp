@@ -24,8 +24,6 @@ void shut_down() {
 bool is_device(int device) { return device >= 0 && device < world().settings.device_count; }
 
 int attribute_of(int attribute, int device) {
-  const auto set = world().settings.attributes.find(attribute);
-  if (set != world().settings.attributes.end()) return set->second;
   switch (attribute) {
     case kMaxThreadsPerBlock:
       return 1024;

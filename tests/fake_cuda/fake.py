@@ -62,9 +62,7 @@ _I, _I64, _U64, _P, _S = (
 _SIGNATURES: Final = {
     "fake_reset": (None, _U64),
     "fake_set_driver_version": (None, _I),
-    "fake_set_device_count": (None, _I),
     "fake_set_pace": (None, _I),
-    "fake_set_attribute": (None, _I, _I),
     "fake_limit_pinned": (None, _U64),
     "fake_alloc": (_U64, _I, _U64, _I),
     "fake_free": (_I, _U64),
@@ -74,7 +72,6 @@ _SIGNATURES: Final = {
     "fake_make_stream": (_U64, _I, _I),
     "fake_destroy_stream": (_I, _U64),
     "fake_stream_write": (_I, _I, _U64, _U64, _P, _U64),
-    "fake_stream_read": (_I, _I, _U64, _U64, _P, _U64),
     "fake_stream_sync": (_I, _I, _U64),
     "fake_sync_all": (None,),
     "fake_set_stream_pace": (None, _I, _U64, _I),
@@ -146,18 +143,12 @@ class FakeCuda:
         """Takes effect when the driver is loaded next: `_C.forget_device_driver()`."""
         self.library.fake_set_driver_version(version)
 
-    def set_device_count(self, count: int) -> None:
-        self.library.fake_set_device_count(count)
-
     def set_pace(self, pace: int, stream: int | None = None, device: int = 0) -> None:
         """Sets when work runs that nobody waits for: in all streams, or in one."""
         if stream is None:
             self.library.fake_set_pace(pace)
         else:
             self.library.fake_set_stream_pace(device, stream, pace)
-
-    def set_attribute(self, attribute: int, value: int) -> None:
-        self.library.fake_set_attribute(attribute, value)
 
     def limit_pinned(self, nbytes: int) -> None:
         self.library.fake_limit_pinned(nbytes)
@@ -278,20 +269,6 @@ class FakeCuda:
         raw = _span_of(data)
         address, device = tensor.data_ptr(), self.ordinal_of(tensor)
         self._check(self.library.fake_stream_write(device, stream, address, raw, len(raw)))
-
-    def stream_read(self, tensor: torch.Tensor, stream: int = 0) -> torch.Tensor:
-        """Queues a copy of `tensor` to the CPU; the result holds it once the stream has run."""
-        import torch
-
-        copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        self._kept.append(copy)
-        address, device = tensor.data_ptr(), self.ordinal_of(tensor)
-        self._check(
-            self.library.fake_stream_read(
-                device, stream, address, copy.data_ptr(), _span_bytes(tensor)
-            )
-        )
-        return copy
 
     def stream_sync(self, stream: int = 0, device: int = 0) -> None:
         self._check(self.library.fake_stream_sync(device, stream))

@@ -16,11 +16,9 @@ extern "C" {
 // and streams, lost devices, and all settings. What the program holds (contexts, its streams,
 // events, modules, registrations) stays. The seed chooses when work runs.
 void fake_reset(uint64_t seed);
-void fake_set_driver_version(int version);          // 12040 is 12.4; default 13000
-void fake_set_device_count(int count);              // at most 8; default 2
-void fake_set_pace(int pace);                       // schedule.h's Pace; default -1, by seed
-void fake_set_attribute(int attribute, int value);  // of all devices
-void fake_limit_pinned(uint64_t nbytes);            // more is refused: CUDA_ERROR_OUT_OF_MEMORY
+void fake_set_driver_version(int version);  // 12040 is 12.4; default 13000
+void fake_set_pace(int pace);               // schedule.h's Pace; default -1, by seed
+void fake_limit_pinned(uint64_t nbytes);    // more is refused: CUDA_ERROR_OUT_OF_MEMORY
 
 // Device memory of the test. `is_adjacent`: right behind the last one, where no other allocation
 // ever touches its neighbour. 0: no room. fake_free is what a caching allocator does: at once, with

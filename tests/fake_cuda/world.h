@@ -41,7 +41,6 @@ struct Settings {
   Pace pace = kPaceBySeed;
   bool refuses_fatbin = false;
   std::uint64_t pinned_limit_bytes = ~std::uint64_t{0};
-  std::map<int, int> attributes;  // of every device
 };
 
 struct World {

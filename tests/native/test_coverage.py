@@ -111,9 +111,8 @@ def test_no_tensor_is_no_offence() -> None:
     assert offences([]) == []
 
 
-@pytest.mark.parametrize(
-    ("columns", "error"),
-    [
+def test_columns_that_contradict_themselves_are_refused() -> None:
+    rows: list[tuple[tuple[list[int], ...], type[Exception]]] = [
         (([1], [2], [1], [0], []), ValueError),
         (([1, 1], [2], [1], [0], [2]), ValueError),
         (([1], [2], [1], [0, 0], [2, 2]), PlanError),
@@ -121,13 +120,25 @@ def test_no_tensor_is_no_offence() -> None:
         (([-1], [2], [1], [0], [2]), PlanError),
         (([1], [2], [2**62], [0], [2]), PlanError),
         (([2**62], [2], [8], [0], [2]), PlanError),
-    ],
-)
-def test_columns_that_contradict_themselves_are_refused(
-    columns: tuple[list[int], ...], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        _C.check_coverage(*(array("q", column) for column in columns))
+    ]
+    for columns, error in rows:
+        with pytest.raises(error):
+            _C.check_coverage(*(array("q", column) for column in columns))
+
+
+HUGE = 2**63 - 1
+
+
+def test_boxes_that_no_tensor_holds_are_named_by_tensor_and_number() -> None:
+    whole = ((4, 3), [((0, 0), (4, 3))])
+    for box in (
+        ((3, 0), (2, 1)), ((-1, 0), (1, 1)), ((0, 0), (-1, 3)), ((0, 0), (0, -3)),
+        ((HUGE, 0), (1, 1)), ((1, 0), (HUGE, 1)), ((HUGE, HUGE), (HUGE, HUGE)),
+    ):  # fmt: skip
+        assert offences([whole, ((4, 3), [*whole[1], box]), whole])[0][:3] == (1, "outside", 1), box
+    for sizes in ((HUGE, 2), (HUGE, HUGE, HUGE), (-1, 2)):
+        assert [row[:2] for row in offences([(sizes, [])])] == [(0, "too large")], sizes
+    assert offences([((HUGE,), [((0,), (5,)), ((5,), (HUGE - 5,))]), ((HUGE, HUGE, 0), [])]) == []
 
 
 def test_column_of_no_int64_is_refused() -> None:

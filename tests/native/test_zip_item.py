@@ -41,16 +41,16 @@ def test_framed_tensor_of_every_dtype_is_read_by_torch_and_zipfile(dtype: torch.
 CORPUS = Path(__file__).resolve().parents[1] / "cpp" / "corpus" / "zip_item"
 
 
-@pytest.mark.parametrize("pad_bytes", [0, 4, 5, 63, 64, 4096, 65000])
-def test_padding_moves_the_payload_and_nothing_else(pad_bytes: int) -> None:
+def test_padding_moves_the_payload_and_nothing_else() -> None:
     tensor = strided_tensor(torch.float32, (4, 8), (8, 1))
-    item = (CORPUS / f"pad_{pad_bytes}.pt").read_bytes()
     plain = find(CORPUS / "pad_0.pt")
     assert plain is not None
-    assert find(item) == plain._replace(payload_offset=plain.payload_offset + pad_bytes)
-    assert_same(torch.load(io.BytesIO(item), weights_only=True), tensor)
-    with zipfile.ZipFile(io.BytesIO(item)) as archive:
-        assert archive.testzip() is None
+    for pad_bytes in (0, 4, 5, 63, 64, 4096, 65000):
+        item = (CORPUS / f"pad_{pad_bytes}.pt").read_bytes()
+        assert find(item) == plain._replace(payload_offset=plain.payload_offset + pad_bytes)
+        assert_same(torch.load(io.BytesIO(item), weights_only=True), tensor)
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            assert archive.testzip() is None
 
 
 def test_records_come_in_the_documented_order_with_their_crcs() -> None:
