@@ -29,10 +29,6 @@ from typing import Any
 
 from driver import ROOT, run_worker
 
-sys.path.insert(0, str(ROOT / "tests"))
-
-from support.worker import leave_well
-
 MIB = 1 << 20
 SIDES = ("ours", "prewarmed", "stock", "before")
 COLUMNS = ("first", "second", "prewarm", "system")
@@ -43,7 +39,7 @@ def system_seconds() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_stime
 
 
-def work(side: str, items: int, item_bytes: int, folder: Path) -> dict[str, float]:
+def work(*, side: str, items: int, item_bytes: int, folder: Path) -> dict[str, float]:
     """Saves twice in this process; returns its seconds by column."""
     import torch
     import torch.distributed as dist
@@ -51,11 +47,9 @@ def work(side: str, items: int, item_bytes: int, folder: Path) -> dict[str, floa
 
     import torch_dcpx
 
-    if "RANK" not in os.environ:
+    if not dist.is_initialized():
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo")
     names = [f"rank{dist.get_rank()}.{i}" for i in range(items)]
     state = {n: torch.randint(0, 255, (item_bytes,), dtype=torch.uint8) for n in names}
     found: dict[str, float] = {}
@@ -119,16 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--before", type=Path, help="folder with another build of torch_dcpx")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
-    parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
 
     items, item_bytes = SIZES[args.size][args.ranks]
-    if args.worker:
-        found = work(args.worker, items, item_bytes, args.folder)
-        if os.environ["RANK"] == "0":
-            args.result.write_text(json.dumps(found))
-        leave_well()  # not by Python's own end: a thread of gloo may abort it
     args.folder.mkdir(parents=True, exist_ok=True)
     sides = [*args.sides, *(["before"] if args.before else [])]
     order, rounds = random.Random(0), []
@@ -139,16 +126,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 root = args.before.resolve() if side == "before" else ROOT
                 folder = Path(tempfile.mkdtemp(dir=scratch))
                 taken[side] = run_worker(
-                    "async_first.py",
-                    ["--worker", side, "--size", args.size, "--ranks", str(args.ranks)],
+                    "async_first:work",
                     folder,
-                    ranks=args.ranks,
+                    args.ranks,
                     # As an installed package, whose modules are compiled already.
                     environment={
                         "PYTHONPATH": str(root),
                         "PYTHONPYCACHEPREFIX": f"{scratch}/compiled",
                         "PYTHONDONTWRITEBYTECODE": "",
                     },
+                    side=side,
+                    items=items,
+                    item_bytes=item_bytes,
                 )
                 shutil.rmtree(folder)
                 os.sync()

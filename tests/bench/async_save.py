@@ -127,19 +127,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="async-") as name:
         scratch = Path(name)
         for case in [] if args.no_times else args.cases:
-            common = ["--case", case, "--size", args.size, "--rounds", str(rounds)]
-            found = run_worker("async_worker.py", [*common, "--sides", *args.sides], scratch)
+            found = run_worker(
+                "async_worker:time_sides", scratch,
+                case=case, size=args.size, rounds=rounds, names=args.sides,
+            )  # fmt: skip
             result["times"][case] = found
             lines += times_table(case, found)
         for side in args.metered:
-            common = ["--case", args.meter_case, "--size", args.size, "--saves", str(saves)]
-            found = run_worker(
-                "async_worker.py",
-                [*common, "--meters", "--sides", side],
-                scratch,
-                environment=METERS_ENVIRONMENT,
-            )
-            result["meters"].update(found)
+            result["meters"][side] = run_worker(
+                "async_worker:meter", scratch, environment=METERS_ENVIRONMENT,
+                name=side, case=args.meter_case, size=args.size, saves=saves,
+            )  # fmt: skip
         if args.metered:
             lines += meters_table(args.meter_case, result["meters"])
     print("\n".join(lines))

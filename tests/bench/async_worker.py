@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import logging
 import os
 import shutil
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,44 +96,31 @@ def meters(name: str, make: Make, folder: Path, *, saves: int) -> dict[str, Any]
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, choices=ASYNC_CASES)
-    parser.add_argument("--sides", nargs="+", required=True)
-    parser.add_argument("--size", default="full")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--meters", action="store_true")
-    parser.add_argument("--saves", type=int, default=50)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    if set(args.sides) & set(NEEDS_RANKS):  # stock's async_save asks for a group
-        store = dist.HashStore()
+def join_group(names: Sequence[str]) -> None:
+    """Makes a group of this process alone, for which stock's async_save asks."""
+    if set(names) & set(NEEDS_RANKS):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    make = lambda: make_state(ASYNC_CASES[args.case], args.size)  # noqa: E731
-    if args.meters:
-        found = {name: meters(name, make, args.folder, saves=args.saves) for name in args.sides}
-    else:
-        state = make()
-        known = sides_by_name()
-        sides = [side(name, state, known[name]) for name in args.sides if name != "memcpy"]
-        if "memcpy" in args.sides:
-            sides.append(Memcpy(state).side())
-
-        def log(line: str) -> None:
-            print(f"{args.case}: {line}", file=sys.stderr, flush=True)
-
-        quiet_s = 0.05 if args.size == "full" else 0.01
-        times = run_rounds(sides, args.rounds, args.folder, log, quiet_s=quiet_s)
-        found = {"bytes": payload_bytes(state), "times": times}
-    args.result.write_text(json.dumps(found))
-    os._exit(0)  # stock's process mode has no end of its own
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-if __name__ == "__main__":
-    main()
+def meter(*, name: str, case: str, size: str, saves: int, folder: Path) -> dict[str, Any]:
+    join_group([name])
+    return meters(name, lambda: make_state(ASYNC_CASES[case], size), folder, saves=saves)
+
+
+def time_sides(
+    *, case: str, size: str, rounds: int, names: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    join_group(names)
+    state = make_state(ASYNC_CASES[case], size)
+    known = sides_by_name()
+    sides = [side(name, state, known[name]) for name in names if name != "memcpy"]
+    if "memcpy" in names:
+        sides.append(Memcpy(state).side())
+
+    def log(line: str) -> None:
+        print(f"{case}: {line}", file=sys.stderr, flush=True)
+
+    quiet_s = 0.05 if size == "full" else 0.01
+    times = run_rounds(sides, rounds, folder, log, quiet_s=quiet_s)
+    return {"bytes": payload_bytes(state), "times": times}

@@ -23,22 +23,23 @@ Results = list[dict[str, Any]]
 
 
 def run_worker(
-    script: str,
-    arguments: Sequence[str],
+    function: str,
     scratch: Path,
     ranks: int = 1,
     environment: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Any:
-    """Runs a worker of this folder on `ranks` ranks and returns its JSON result.
+    """Calls a function of a module of this folder in fresh processes; returns rank 0's result.
 
     Args:
+        function: "module:name"; it gets the arguments, and `scratch` as `folder`.
         environment: variables of the worker, beside those of this process.
     """
     result = scratch / "result.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [
-        sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script),
-        *arguments, "--folder", str(scratch), "--result", str(result),
+        sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / "worker.py"),
+        function, json.dumps(arguments), str(scratch), str(result),
     ]  # fmt: skip
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     variables.pop("WORLD_SIZE", None)

@@ -28,14 +28,11 @@ def measure(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for case in args.cases:
         for ranks in args.ranks:
-            arguments = ["--case", case, "--size", args.size]
-            if args.sides:
-                arguments += ["--sides", *args.sides]
-            if args.rounds:
-                arguments += ["--rounds", str(args.rounds)]
-            if args.no_meters or case not in args.metered:
-                arguments.append("--no-meters")
-            result = run_worker("export_ranks.py", arguments, scratch, ranks)
+            result = run_worker(
+                "export_ranks:measure", scratch, ranks, name=case, size=args.size,
+                only=args.sides, rounds=args.rounds,
+                has_meters=not args.no_meters and case in args.metered,
+            )  # fmt: skip
             found.append({"case": case, "ranks": ranks, **result})
     return found
 

@@ -31,12 +31,10 @@ def measure_times(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any
     groups = [[case] for case in args.cases] if args.size == "full" else [args.cases]
     found = []
     for group in groups:
-        arguments = ["--cases", *group, "--size", args.size, "--caches", *args.caches]
-        if args.sides:
-            arguments += ["--sides", *args.sides]
-        if args.rounds:
-            arguments += ["--rounds", str(args.rounds)]
-        found += run_worker("load_worker.py", arguments, scratch)
+        found += run_worker(
+            "load_worker:measure_all", scratch, cases=group, size=args.size, caches=args.caches,
+            sides=args.sides, rounds=args.rounds,
+        )  # fmt: skip
     return found
 
 
@@ -48,11 +46,11 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
         meters = {}
         for side in sides:
             print(f"{case}: memory of {side}", file=sys.stderr, flush=True)
-            arguments = ["--case", case, "--side", side, "--size", args.size]
+            asked = {"case": case, "side": side, "size": args.size}
             with tempfile.TemporaryDirectory(dir=scratch) as name:
                 # Saved by a process of its own, whose memory is then gone.
-                run_worker("load_meter_worker.py", [*arguments, "--save"], Path(name))
-                meters[side] = run_worker("load_meter_worker.py", arguments, Path(name))
+                run_worker("load_meter_worker:save", Path(name), **asked)
+                meters[side] = run_worker("load_meter_worker:meter", Path(name), **asked)
         found.append({"case": case, "ranks": 1, "cache": WARM, "meters": meters})
     return found
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import warnings
 from pathlib import Path
 
-import torch
 from case_states import make_state
 from cases import LOAD_CASES, Case
 from load_sides import (
@@ -42,34 +37,18 @@ def measure(case: Case, size: str, side: str, folder: Path) -> dict[str, int]:
     return {"extra_peak_bytes": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, choices=LOAD_CASES)
-    parser.add_argument("--side", required=True)
-    parser.add_argument("--size", default="full")
-    parser.add_argument("--save", action="store_true", help="only writes what a second run loads")
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    case, saved = LOAD_CASES[args.case], args.folder / "saved"
-    found: dict[str, int] = {}
-    if args.save:
-        saved.mkdir()
-        write_checkpoints(case, make_state(case, args.size), saved, [args.side])
-    else:
-        tiny = args.folder / "tiny"  # imports, first uses
-        tiny.mkdir()
-        write_checkpoints(
-            LOAD_CASES["tiny"], make_state(LOAD_CASES["tiny"], "full"), tiny, [args.side]
-        )
-        measure(LOAD_CASES["tiny"], "full", args.side, tiny)
-        found = measure(case, args.size, args.side, saved)
-    args.result.write_text(json.dumps(found))
+def save(*, case: str, side: str, size: str, folder: Path) -> None:
+    """Writes what `meter` loads."""
+    (folder / "saved").mkdir()
+    write_checkpoints(
+        LOAD_CASES[case], make_state(LOAD_CASES[case], size), folder / "saved", [side]
+    )
 
 
-if __name__ == "__main__":
-    main()
+def meter(*, case: str, side: str, size: str, folder: Path) -> dict[str, int]:
+    """Returns what `measure` finds, after a load for imports and first uses."""
+    tiny, tiny_case = folder / "tiny", LOAD_CASES["tiny"]
+    tiny.mkdir()
+    write_checkpoints(tiny_case, make_state(tiny_case, "full"), tiny, [side])
+    measure(tiny_case, "full", side, tiny)
+    return measure(LOAD_CASES[case], size, side, folder / "saved")

@@ -1,23 +1,18 @@
-"""The process of load.py that times the sides of some cases, and writes what it found as JSON."""
+"""The process of load.py that times the sides of some cases."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import logging
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from case_states import make_state, payload_bytes
 from cases import LOAD_CASES, SHARD_DIMS, Case
 from harness import run_rounds
-from load_setup import CACHES, sides_of
+from load_setup import sides_of
 from load_sides import Destination, LoadSides, write_checkpoints
 
 
@@ -67,31 +62,22 @@ def measure(
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", required=True, choices=LOAD_CASES)
-    parser.add_argument("--caches", nargs="+", required=True, choices=CACHES)
-    parser.add_argument("--sides", nargs="*", default=[])
-    parser.add_argument("--size", default="full")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # DCP's, on every save and load
-    torch.set_num_threads(1)
-    if args.size != "full":
+def measure_all(
+    *,
+    cases: Sequence[str],
+    size: str,
+    caches: Sequence[str],
+    sides: Sequence[str],
+    rounds: int | None,
+    folder: Path,
+) -> list[dict[str, Any]]:
+    """Returns what `measure` finds of each case."""
+    if size != "full":
         gc.freeze()  # torch's objects make a collection take longer than a small load
     results = []
-    for name in args.cases:
-        folder = args.folder / name
-        folder.mkdir()
-        case = LOAD_CASES[name]
-        results += measure(case, args.size, folder, args.caches, args.sides, args.rounds)
-        shutil.rmtree(folder)
-    args.result.write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    for name in cases:
+        own = folder / name
+        own.mkdir()
+        results += measure(LOAD_CASES[name], size, own, caches, sides, rounds)
+        shutil.rmtree(own)
+    return results

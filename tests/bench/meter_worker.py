@@ -1,17 +1,13 @@
-"""A fresh process for one case and side of save.py: memory, and a counting thread, as JSON."""
+"""A fresh process for one case and side of save.py: memory, and a counting thread."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import logging
 import shutil
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ Save = Callable[[dict[str, Any], Path], None]
 COUNTED_SAVES = 3
 LONG_S = 5.0
 ONE_THREAD = WriteConfig(block_bytes=4 << 20, threads=1, is_preallocated=True)
-METERS = ("peak", "counting", "growth")
 LATER = (3, 30)  # after these saves the resident memory is compared
 
 
@@ -94,42 +89,29 @@ def rss_after(state: dict[str, Any], save_to: Save, paths: Iterator[Path]) -> di
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", required=True, choices=CASES)
-    parser.add_argument("--side", required=True)
-    parser.add_argument("--size", default="full")
-    parser.add_argument("--meters", nargs="+", choices=METERS, default=METERS)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    state = make_state(CASES[args.case], args.size)
-    save_to = saver(args.side)
+def meter(
+    *, case: str, side: str, size: str, meters: Sequence[str], folder: Path
+) -> dict[str, Any]:
+    """Returns what the meters ("peak", "counting", "growth") say of one case and side."""
+    state = make_state(CASES[case], size)
+    save_to = saver(side)
 
     def fresh_paths() -> Iterator[Path]:
         for number in itertools.count():
-            path = args.folder / f"{args.side}-{number}"
+            path = folder / f"{side}-{number}"
             yield path
             shutil.rmtree(path)
 
     paths = fresh_paths()
     found: dict[str, Any] = {}
     save_to(make_state(CASES["tiny"], "full"), next(paths))  # imports, first uses
-    if "peak" in args.meters:
+    if "peak" in meters:
         found["extra_peak_bytes"] = extra_peak_bytes(lambda: save_to(state, next(paths)))
-    if "growth" in args.meters and args.side == "ours":
+    if "growth" in meters and side == "ours":
         found["rss_bytes_after"] = rss_after(state, save_to, paths)
-    if "counting" in args.meters:
-        count = partial(counting, args.side, state, paths=paths, is_full=args.size == "full")
+    if "counting" in meters:
+        count = partial(counting, side, state, paths=paths, is_full=size == "full")
         found["counting"] = {"default": count(save_to)}
-        if args.side == "ours":
+        if side == "ours":
             found["counting"]["one worker"] = count(save_with_one_worker)
-    args.result.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -43,12 +43,10 @@ def groups_of(cases: Sequence[str], size: str, ranks: Sequence[int]) -> list[tup
 def measure_times(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     found = []
     for ranks, group in groups_of(args.cases, args.size, args.ranks):
-        arguments = ["--cases", *group, "--size", args.size]
-        if args.sides:
-            arguments += ["--sides", *args.sides]
-        if args.rounds:
-            arguments += ["--rounds", str(args.rounds)]
-        results = run_worker("save_worker.py", arguments, scratch, ranks)
+        results = run_worker(
+            "save_worker:measure_all", scratch, ranks,
+            cases=group, size=args.size, sides=args.sides, rounds=args.rounds,
+        )  # fmt: skip
         found += [{"case": case, "ranks": ranks, **results[case]} for case in group]
     return found
 
@@ -71,18 +69,15 @@ def run_meters(case: str, side: str, size: str, scratch: Path) -> dict[str, Any]
     at_once += ["counting"] if case in COUNTED_CASES else []
     if size != "full":
         at_once.append("growth")
-    arguments = ["--case", case, "--side", side]
-    if size != "full" or side != "ours":
-        return run_worker(
-            "meter_worker.py", [*arguments, "--size", size, "--meters", *at_once], scratch
+    runs = [(size, at_once)]
+    if size == "full" and side == "ours":
+        runs.insert(0, ("quick", ["growth"]))  # thirty saves, so of the small state
+    found: dict[str, Any] = {}
+    for of_size, meters in runs:
+        found |= run_worker(
+            "meter_worker:meter", scratch, case=case, side=side, size=of_size, meters=meters
         )
-    # Thirty saves, so of the small state.
-    growth = [*arguments, "--size", "quick", "--meters", "growth"]
-    others = [*arguments, "--size", "full", "--meters", *at_once]
-    return {
-        **run_worker("meter_worker.py", growth, scratch),
-        **run_worker("meter_worker.py", others, scratch),
-    }
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,29 +1,19 @@
-"""One rank of save.py: times the sides of some cases, and writes what it found as JSON."""
+"""One rank of save.py: times the sides of some cases."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import logging
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from case_states import make_state, payload_bytes
 from cases import CASES, Case
 from harness import Side, run_rounds
 from save_setup import sides_of
 from save_sides import WRITERS, RawSide, dcp_side, dcpx_side, safetensors_side
-from support.worker import leave_well
 
 
 def measure(
@@ -63,33 +53,10 @@ def measure(
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", required=True, choices=CASES)
-    parser.add_argument("--sides", nargs="*", default=[])
-    parser.add_argument("--size", default="full")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--result", type=Path, required=True)
-    args = parser.parse_args()
-
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # DCP's, on every save
-    torch.set_num_threads(1)
-    if args.size != "full":
+def measure_all(
+    *, cases: Sequence[str], size: str, sides: Sequence[str], rounds: int | None, folder: Path
+) -> dict[str, Any]:
+    """Returns what `measure` finds of each case."""
+    if size != "full":
         gc.freeze()  # torch's objects make a collection take longer than a small save
-    has_ranks = "WORLD_SIZE" in os.environ
-    if has_ranks:
-        dist.init_process_group("gloo")
-    results = {
-        name: measure(CASES[name], args.size, args.folder, args.sides, args.rounds)
-        for name in args.cases
-    }
-    if not has_ranks or dist.get_rank() == 0:
-        args.result.write_text(json.dumps(results))
-    if has_ranks:
-        leave_well()
-
-
-if __name__ == "__main__":
-    main()
+    return {name: measure(CASES[name], size, folder, sides, rounds) for name in cases}

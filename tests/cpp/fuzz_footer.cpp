@@ -2,6 +2,7 @@
 // dcpx::Error, or what they return lies inside the file.
 #include "common/error.h"
 #include "footer_invariants.h"
+#include "fuzz.h"
 
 namespace {
 
@@ -27,8 +28,8 @@ void parse_rows(const std::byte* index, std::uint64_t index_bytes, std::uint64_t
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  if (size < dcpx::kTailBytes) return 0;
+FUZZ(footer) {
+  if (size < dcpx::kTailBytes) return;
   const auto* first = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> file(first, first + size);
   std::byte* const raw = file.data() + size - dcpx::kTailBytes;
@@ -46,5 +47,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (const std::uint64_t item_count : {std::uint64_t{1}, std::uint64_t{3}, size / 64}) {
     expect_error_or_success([&] { parse_rows(first, size, item_count, 1 << 20); });
   }
-  return 0;
 }

@@ -1,7 +1,8 @@
 // Any bytes: the tensor pickle's machine says yes or no, and its views stay inside the bytes.
 #include "format/tensor_pickle.h"
+#include "fuzz.h"
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+FUZZ(tensor_pickle) {
   dcpx::PickledTensor tensor;
   if (dcpx::parse_tensor_pickle(reinterpret_cast<const std::byte*>(data), size, &tensor)) {
     const auto* first = reinterpret_cast<const char*>(data);
@@ -12,5 +13,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       }
     }
   }
-  return 0;
 }

@@ -4,6 +4,7 @@
 
 #include "common/error.h"
 #include "format/wire.h"
+#include "fuzz.h"
 
 namespace {
 
@@ -31,7 +32,7 @@ void drain(dcpx::wire::Reader& column) {
 
 }  // namespace
 
-extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+FUZZ(wire) {
   const std::string_view message(reinterpret_cast<const char*>(data), size);
   for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{3}}) {
     try {
@@ -45,5 +46,4 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
       if (error.code() != dcpx::ErrorCode::kPlan) __builtin_trap();
     }
   }
-  return 0;
 }

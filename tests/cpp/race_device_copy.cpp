@@ -185,12 +185,30 @@ void copy_many(std::uint64_t piece_bytes) {
   CHECK_EQ(counted(Count::kBytesToDevice), 1000 * piece_bytes);
 }
 
-TEST(small_pieces_take_one_kernel_and_no_copy_each) {
-  FakeDriver driver(3);
-  copy_many(512);
-  CHECK_EQ(counted(Count::kKernels), 1U);
-  CHECK_EQ(counted(Count::kKernelPieces), 1000U);
-  CHECK_EQ(counted(Count::kCopies1d) + counted(Count::kBatches), 0U);
+struct Calls {
+  int version;
+  bool has_kernel;
+  std::uint64_t piece_bytes;
+  Count count;           // of the calls that copy the pieces
+  std::uint64_t number;  // of them
+};
+
+TEST(pieces_take_the_fewest_calls_that_their_size_and_the_driver_allow) {
+  for (const Calls& one : {Calls{13000, true, 512, Count::kKernels, 1},
+                           {12080, false, 512, Count::kBatches, 1},
+                           {13000, false, 512, Count::kBatches, 1},
+                           {12040, false, 512, Count::kCopies1d, 1000},
+                           {13000, true, 40 * kKiB, Count::kBatches, 1}}) {
+    FakeDriver driver(3, one.version);
+    fake_refuse_fatbin(one.has_kernel ? 0 : 1);
+    copy_many(one.piece_bytes);
+    for (const Count count : {Count::kKernels, Count::kBatches, Count::kCopies1d})
+      CHECK_EQ(counted(count), count == one.count ? one.number : 0U);
+    CHECK_EQ(counted(Count::kKernelPieces) + counted(Count::kBatchPieces),
+             one.number == 1 ? 1000U : 0U);
+    const bool is_refused = dcpx::device::pack_refusal().find("cuModuleLoadData") == 0;
+    CHECK(is_refused == !one.has_kernel || one.piece_bytes > 512);
+  }
 }
 
 TEST(pieces_for_more_than_one_table_take_as_many_kernels_as_tables) {
@@ -208,36 +226,6 @@ TEST(pieces_for_more_than_one_table_take_as_many_kernels_as_tables) {
   CHECK_EQ(counted(Count::kCopies1d) + counted(Count::kBatches), 0U);
 }
 
-TEST(small_pieces_without_the_kernel_take_a_batch_of_the_drivers_form) {
-  for (const int version : {12080, 13000}) {
-    FakeDriver driver(5, version);
-    fake_refuse_fatbin(1);
-    fake_clear_counts();
-    copy_many(512);
-    CHECK_EQ(counted(Count::kBatches), 1U);
-    CHECK_EQ(counted(Count::kBatchPieces), 1000U);
-    CHECK_EQ(counted(Count::kCopies1d) + counted(Count::kKernels), 0U);
-    CHECK_EQ(fake_count(version == 13000 ? "cuMemcpyBatchAsync_v2" : "cuMemcpyBatchAsync"), 1);
-    CHECK(dcpx::device::pack_refusal().find("cuModuleLoadData") != std::string::npos);
-  }
-}
-
-TEST(a_driver_without_batches_and_kernel_takes_single_copies) {
-  FakeDriver driver(6, 12040);
-  dcpx::device::set_pack_image({});
-  fake_refuse_fatbin(1);
-  copy_many(512);
-  CHECK_EQ(counted(Count::kCopies1d), 1000U);
-  CHECK_EQ(counted(Count::kBatches) + counted(Count::kKernels), 0U);
-}
-
-TEST(large_pieces_take_a_batch_and_no_kernel) {
-  FakeDriver driver(7);
-  copy_many(40 * kKiB);
-  CHECK_EQ(counted(Count::kBatches), 1U);
-  CHECK_EQ(counted(Count::kKernels) + counted(Count::kCopies1d), 0U);
-}
-
 TEST(a_device_that_refuses_batches_takes_single_copies_from_then_on) {
   FakeDriver driver(8);
   fake_fail("cuMemcpyBatchAsync_v2", 1, 801, 0);
@@ -247,30 +235,22 @@ TEST(a_device_that_refuses_batches_takes_single_copies_from_then_on) {
   CHECK_EQ(fake_count("cuMemcpyBatchAsync_v2"), 1);
 }
 
-TEST(rows_of_a_column_shard_are_one_2d_copy) {
-  FakeDriver driver(9);
-  HostMemory host(100 * 8 * kKiB, true);
-  const DeviceMemory memory(0, 100 * 32 * kKiB);
-  CopyStream copies(0, nullptr);
-  const dcpx::plan::Region shard{4, {100, 2048}, {32 * kKiB, 4}, {8 * kKiB, 4}};
-  copies.copy_region(Direction::kToHost, shard, host.address(), memory.address() + 4096);
-  copies.finish(kGoOn, "a shard");
-  CHECK_EQ(counted(Count::kCopies2d), 1U);
-  CHECK_EQ(counted(Count::kKernels) + counted(Count::kCopies1d) + counted(Count::kBatches), 0U);
-}
-
-TEST(narrow_rows_take_the_kernel_and_without_it_one_2d_copy) {
-  for (const bool has_kernel : {true, false}) {
+TEST(narrow_rows_take_the_kernel_and_wide_ones_or_those_without_it_one_2d_copy) {
+  for (const auto& [may_use_kernel, columns] :
+       {std::pair(true, 16UL), {false, 16UL}, {true, 2048UL}}) {
     FakeDriver driver(10);
-    fake_refuse_fatbin(has_kernel ? 0 : 1);
-    HostMemory host(1000 * 64, true);
-    const DeviceMemory memory(0, 1000 * 256);
+    fake_refuse_fatbin(may_use_kernel ? 0 : 1);
+    const bool has_kernel = may_use_kernel && columns == 16;
+    const std::uint64_t row_bytes = 4 * columns;
+    HostMemory host(100 * row_bytes, true);
+    const DeviceMemory memory(0, 400 * row_bytes);
     CopyStream copies(0, nullptr);
-    const dcpx::plan::Region shard{4, {1000, 16}, {256, 4}, {64, 4}};
+    const dcpx::plan::Region shard{4, {100, columns}, {4 * row_bytes, 4}, {row_bytes, 4}};
     copies.copy_region(Direction::kToHost, shard, host.address(), memory.address());
     copies.finish(kGoOn, "a shard");
     CHECK_EQ(counted(Count::kKernels), has_kernel ? 1U : 0U);
     CHECK_EQ(counted(Count::kCopies2d), has_kernel ? 0U : 1U);
+    CHECK_EQ(counted(Count::kCopies1d) + counted(Count::kBatches), 0U);
   }
 }
 

@@ -172,25 +172,4 @@ TEST(copies_run_beside_a_registration_of_their_memory) {
   }
 }
 
-TEST(without_a_driver_nothing_is_pinned_and_the_warning_says_why) {
-  FakeDriver driver(6);
-  ::setenv("DCPX_CUDA_DRIVER", "/no/such/libcuda.so", 1);
-  dcpx::device::forget_driver();
-  const Slot slot(kBytes);
-  CHECK(!Pinned::try_pin(slot.data(), kBytes, 0));
-  CHECK(take_warning().find("no CUDA driver: /no/such/libcuda.so") != std::string::npos);
-  CHECK_THROWS(dcpx::device::Driver::get(), dcpx::ErrorCode::kStaging);
-  CHECK(dcpx::device::driver_failure().find("/no/such") != std::string::npos);
-}
-
-TEST(a_node_that_is_not_known_leaves_memory_where_it_lies) {
-  FakeDriver driver(7);
-  const Slot slot(kBytes);
-  CHECK(!dcpx::device::prefer_node(slot.data(), kBytes, -1));
-  CHECK(!dcpx::device::prefer_node(slot.data(), kBytes, 1 << 20));
-  CHECK(!dcpx::device::prefer_node(slot.data(), 0, 0));
-  CHECK(dcpx::device::numa_node_of(0) >= -1);
-  CHECK_EQ(dcpx::device::numa_node_of(99), -1);
-}
-
 }  // namespace

@@ -41,64 +41,44 @@ Box box_of(const std::vector<std::byte>& matrix, std::uint64_t elem, std::uint64
   return box;
 }
 
+// The jobs' shares of a file meet within a page; with `is_direct` whole pages of long runs go past
+// the page cache.
+void fill_together(RandomSource& random, std::uint64_t elem, std::uint64_t columns,
+                   bool is_direct) {
+  const ScratchDir dir;
+  const std::uint64_t rows = random.between(2, is_direct ? 9 : 300);
+  const std::vector<std::byte> matrix = random.bytes(rows * columns * elem);
+  const std::uint64_t r = random.between(1, rows - 1), c = random.between(1, columns - 1);
+  const bool is_turned = random.chance(2);
+  std::vector<Box> boxes;
+  boxes.push_back(box_of(matrix, elem, columns, 0, r, 0, columns, random.chance(2)));
+  boxes.push_back(box_of(matrix, elem, columns, r, rows, 0, c, is_turned));
+  boxes.push_back(box_of(matrix, elem, columns, r, rows, c, columns, is_turned));
+  const std::uint64_t file_bytes = kOffset + matrix.size() + 5;
+  RangeJob first(dir.fd(), dir.path(), {4, 256 << 10, true, is_direct});
+  RangeJob second(dir.fd(), dir.path(), {3, 128 << 10, is_direct, is_direct && random.chance(2)});
+  first.add_file("f", file_bytes, true, kNoPoll);
+  second.add_file("f", file_bytes, false, kNoPoll);
+  first.write({boxes[0].row}, kNoPoll);
+  second.write({boxes[1].row, boxes[2].row}, kNoPoll);
+  const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
+  CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
+  second.finish(false, kNoPoll);
+  first.finish(true, kNoPoll);
+  const std::vector<std::byte> found = dir.content("f");
+  CHECK_EQ(found.size(), file_bytes);
+  CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
+  CHECK_EQ(first.report().written_bytes + second.report().written_bytes, matrix.size());
+}
+
 TEST(range_jobs_fill_a_file_together) {
   RandomSource random(41);
   for (int round = 0; round < 30; ++round) {
-    const ScratchDir dir;
-    const std::uint64_t elem = random.pick<std::uint64_t>({1, 2, 4, 8});
-    const std::uint64_t rows = random.between(2, 300), columns = random.between(2, 3000);
-    const std::vector<std::byte> matrix = random.bytes(rows * columns * elem);
-    const std::uint64_t r = random.between(1, rows - 1), c = random.between(1, columns - 1);
-    const bool is_turned = random.chance(2);
-    std::vector<Box> boxes;
-    boxes.push_back(box_of(matrix, elem, columns, 0, r, 0, columns, random.chance(2)));
-    boxes.push_back(box_of(matrix, elem, columns, r, rows, 0, c, is_turned));
-    boxes.push_back(box_of(matrix, elem, columns, r, rows, c, columns, is_turned));
-    const std::uint64_t file_bytes = kOffset + matrix.size() + 5;
-    RangeJob first(dir.fd(), dir.path(), {4, 256 << 10, true});
-    RangeJob second(dir.fd(), dir.path(), {4, 128 << 10, false});
-    first.add_file("f", file_bytes, true, kNoPoll);
-    second.add_file("f", file_bytes, false, kNoPoll);
-    first.write({boxes[0].row}, kNoPoll);
-    second.write({boxes[1].row, boxes[2].row}, kNoPoll);
-    const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
-    CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
-    second.finish(false, kNoPoll);
-    first.finish(true, kNoPoll);
-    const std::vector<std::byte> found = dir.content("f");
-    CHECK_EQ(found.size(), file_bytes);
-    CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
-    CHECK_EQ(first.report().written_bytes + second.report().written_bytes, matrix.size());
+    const auto elem = random.pick<std::uint64_t>({1, 2, 4, 8});
+    fill_together(random, elem, random.between(2, 3000), false);
   }
-}
-
-// Long runs, whose whole pages go past the page cache; the jobs' shares meet within a page.
-TEST(range_jobs_write_long_runs_past_the_page_cache) {
-  RandomSource random(43);
-  for (int round = 0; round < 6; ++round) {
-    const ScratchDir dir;
-    const std::uint64_t rows = random.between(4, 9), columns = random.between(100'000, 400'000);
-    const std::vector<std::byte> matrix = random.bytes(rows * columns * 4);
-    const std::uint64_t r = random.between(1, rows - 1);
-    std::vector<Box> boxes;
-    boxes.push_back(box_of(matrix, 4, columns, 0, r, 0, columns, random.chance(2)));
-    boxes.push_back(box_of(matrix, 4, columns, r, rows, 0, columns, random.chance(2)));
-    const std::uint64_t file_bytes = kOffset + matrix.size() + 5;
-    RangeJob first(dir.fd(), dir.path(), {4, 256 << 10, true, true});
-    RangeJob second(dir.fd(), dir.path(), {3, 1 << 20, true, random.chance(2)});
-    first.add_file("f", file_bytes, true, kNoPoll);
-    second.add_file("f", file_bytes, false, kNoPoll);
-    second.write({boxes[1].row}, kNoPoll);
-    first.write({boxes[0].row}, kNoPoll);
-    const std::uint32_t crc = first.crc_shares()[1] ^ second.crc_shares()[1];
-    CHECK_EQ(crc, dcpx::crc32(0, matrix.data(), matrix.size()));
-    second.finish(false, kNoPoll);
-    first.finish(true, kNoPoll);
-    const std::vector<std::byte> found = dir.content("f");
-    CHECK_EQ(found.size(), file_bytes);
-    CHECK(std::memcmp(found.data() + kOffset, matrix.data(), matrix.size()) == 0);
-    CHECK_EQ(first.report().written_bytes + second.report().written_bytes, matrix.size());
-  }
+  for (int round = 0; round < 6; ++round)
+    fill_together(random, 4, random.between(100'000, 400'000), true);
 }
 
 TEST(range_job_refuses_rows_that_reach_behind_their_file) {

@@ -16,21 +16,6 @@ using dcpx::Stopwatch;
 
 constexpr std::uint64_t kLong = SpanLog::kListedNs;
 
-TEST(a_short_span_is_only_summed) {
-  SpanLog log;
-  log.add(SpanKind::kWrite, 100, 100 + kLong - 1, 7);
-  log.add(SpanKind::kWrite, 200, 200 + kLong, 9);
-  const std::vector<Span> spans = log.spans();
-  CHECK(spans.size() == 1);
-  CHECK(spans[0].begin_ns == 200 && spans[0].end_ns == 200 + kLong && spans[0].nbytes == 9);
-  CHECK(spans[0].kind == SpanKind::kWrite && spans[0].worker == 0);
-  const std::vector<SpanSum> sums = log.sums();
-  CHECK(sums.size() == 1);
-  CHECK(sums[0].count == 2 && sums[0].busy_ns == 2 * kLong - 1 && sums[0].nbytes == 16);
-  CHECK(log.total_ns(SpanKind::kWrite) == 2 * kLong - 1);
-  CHECK(log.total_ns(SpanKind::kCopy) == 0);
-}
-
 // Of several at once, one of which is asked meanwhile: the sums are those of all spans, the list is
 // no longer than it may be.
 TEST(workers_add_spans_at_once_and_the_list_is_bounded) {
@@ -79,16 +64,6 @@ TEST(more_workers_than_sums_share_them_and_keep_their_numbers) {
   const std::vector<Span> spans = log.spans();
   CHECK(std::any_of(spans.begin(), spans.end(),
                     [](const Span& span) { return span.worker == kWorkers - 1; }));
-}
-
-TEST(a_stopwatch_adds_its_scope) {
-  SpanLog log;
-  {
-    const Stopwatch watch(log, SpanKind::kVerify, 5);
-  }
-  CHECK(log.sums().size() == 1);
-  CHECK(log.sums()[0].count == 1 && log.sums()[0].nbytes == 5);
-  CHECK(log.sums()[0].busy_ns == log.total_ns(SpanKind::kVerify));
 }
 
 }  // namespace

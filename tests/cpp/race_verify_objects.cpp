@@ -117,16 +117,6 @@ TEST(damaged_blocks_of_many_objects_are_named_by_no_other_requests_than_foreseen
   }
 }
 
-TEST(footer_larger_than_what_is_looked_at_is_read_by_one_request) {
-  Checked run(910);
-  const Stored& file = run.add("f", 900'000, std::string(700'000, 'n'));
-  CHECK(file.size_bytes - file.tail.index_offset > kObjectEndBytes);
-  const Request footer{"f", file.tail.data_bytes, file.size_bytes - file.tail.data_bytes};
-  CHECK(run.store->take_reads() == std::vector<Request>{footer});
-  CHECK(run.job.sum({}).empty());
-  CHECK(run.store->take_reads() == run.expected());
-}
-
 TEST(damaged_table_of_an_object_is_named_and_other_pages_still_serve) {
   RandomSource random(920);
   const auto store = std::make_shared<MemoryStore>();
@@ -211,44 +201,6 @@ TEST(request_that_fails_is_one_finding_of_its_object_and_others_are_summed) {
     CHECK_EQ(findings[0].error.sys_errno, EIO);
     CHECK(run.job.done_bytes() >= 1'500'000 && run.job.done_bytes() < 3'000'000);
   }
-}
-
-TEST(object_that_has_footer_has_looked_at_is_not_looked_at_again) {
-  Checked run(950);
-  RandomSource random(951);
-  run.store->put("f", file_with_footer(random, "w", 400'000));
-  run.store->put("bare", random.bytes(50'000));
-  run.store->put("empty", {});
-  std::vector<Finding> findings;
-  std::uint64_t file_bytes = 0;
-  CHECK(run.job.has_footer("f"));
-  CHECK(run.job.add_file("f", &file_bytes, findings).has_tail);
-  CHECK(!run.job.has_footer("empty"));
-  CHECK(!run.job.has_footer("bare"));
-  run.job.add_foreign("bare", {{0, 50'000, false}}, &file_bytes, findings);
-  CHECK_EQ(file_bytes, 50'000U);
-  CHECK_EQ(run.store->take_looks(), 3U);
-  run.job.add_file("f", &file_bytes, findings);
-  CHECK_EQ(run.store->take_looks(), 1U);
-  CHECK_EQ(findings.size(), 1U);  // no checksum of "bare"
-  CHECK(findings[0].kind == FindingKind::kUnchecked);
-}
-
-struct Stopped {};
-
-TEST(stopped_job_over_objects_ends_its_workers_and_holds_no_answer) {
-  const ThreadCheck threads_end;
-  Checked run(960);
-  for (const char* name : {"a", "b", "c", "d"}) run.add(name, 3'000'000);
-  bool is_stopped = false;
-  try {
-    run.job.sum([] { throw Stopped(); });
-  } catch (const Stopped&) {
-    is_stopped = true;
-  }
-  // It may have been faster than the first poll.
-  CHECK(is_stopped || run.job.done_bytes() == run.job.total_bytes());
-  CHECK(threads_end.holds());
 }
 
 }  // namespace

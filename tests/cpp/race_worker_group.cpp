@@ -35,35 +35,6 @@ void wait_for(const StopFlag& stop) {
   while (!stop.is_set()) std::this_thread::yield();
 }
 
-TEST(every_worker_runs_once_on_a_thread_of_its_own) {
-  const ThreadCheck threads_end;
-  std::mutex mutex;
-  std::set<unsigned> numbers;
-  std::set<std::thread::id> threads;
-  std::promise<void> all_here;
-  const std::shared_future<void> all(all_here.get_future());
-  run_workers(8,
-              [&](unsigned worker, StopFlag& stop) {
-                {
-                  const std::lock_guard lock(mutex);
-                  numbers.insert(worker);
-                  threads.insert(std::this_thread::get_id());
-                  if (numbers.size() == 8) all_here.set_value();
-                }
-                all.wait();  // only when they run at the same time does this end
-                CHECK(!stop.is_set());
-              },
-              {});
-  CHECK_EQ(numbers.size(), 8U);
-  CHECK_EQ(threads.size(), 8U);
-  CHECK_EQ(threads.count(std::this_thread::get_id()), 0U);
-  CHECK(threads_end.holds());
-}
-
-TEST(no_workers_is_no_work) {
-  run_workers(0, [](unsigned, StopFlag&) { CHECK(false); }, {});
-}
-
 TEST(first_error_wins_and_stops_the_others) {
   const ThreadCheck threads_end;
   for (unsigned first = 0; first < 4; ++first) {
@@ -125,17 +96,6 @@ TEST(error_of_a_worker_is_not_replaced_by_one_of_poll) {
         throw Failure("poll");
       });
   CHECK_EQ(what, "worker");
-}
-
-TEST(poll_runs_while_the_workers_do) {
-  std::atomic<int> polls{0};
-  run_workers(
-      2,
-      [&](unsigned, StopFlag&) {
-        while (polls.load() < 2) std::this_thread::yield();
-      },
-      [&] { ++polls; });
-  CHECK(polls.load() >= 2);
 }
 
 TEST(poll_that_threw_is_not_called_again) {

@@ -189,37 +189,6 @@ TEST(flipped_byte_is_found_and_named) {
   }
 }
 
-TEST(files_of_another_save_or_length_are_refused) {
-  RandomSource random(130);
-  const ScratchDir dir;
-  const Saved saved = save_random(random, dir, 1, 1, false);
-  const auto locate = [&](const StoredFileSpec& file) {
-    return ReadJob(dir.fd(), dir.path(), {2, kSegmentBytes, true, true}).locate({file}, {}, {});
-  };
-  CHECK(locate(saved.files[0]).empty());
-  StoredFileSpec other = saved.files[0];
-  other.file_id[3] ^= std::byte{1};
-  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
-  other = saved.files[0];
-  other.save_id[15] ^= std::byte{1};
-  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
-  other.save_id = {};  // of metadata that says none
-  CHECK(locate(other).empty());
-  other = saved.files[0];
-  other.footer_crc ^= 1;
-  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
-  other = saved.files[0];
-  other.file_bytes += 4096;
-  CHECK_THROWS(locate(other), ErrorCode::kShortRead);
-  other.file_bytes -= 8192;
-  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
-  other = saved.files[0];
-  other.path = "../" + other.path;
-  CHECK_THROWS(locate(other), ErrorCode::kCorruption);
-  other.path = "missing";
-  CHECK_THROWS(locate(other), ErrorCode::kStorage);
-}
-
 TEST(items_that_the_index_does_not_hold_are_refused) {
   RandomSource random(131);
   const ScratchDir dir;

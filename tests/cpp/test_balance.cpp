@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <numeric>
 #include <set>
 #include <vector>
 
@@ -25,18 +24,6 @@ struct Case {
     owners.insert(owners.end(), own.begin(), own.end());
   }
 };
-
-std::vector<std::uint32_t> ranks(std::uint32_t count, std::uint32_t step = 1) {
-  std::vector<std::uint32_t> all;
-  for (std::uint32_t rank = 0; rank < count; rank += step) all.push_back(rank);
-  return all;
-}
-
-double imbalance(const Loads& loads) {
-  const double sum = static_cast<double>(std::accumulate(loads.begin(), loads.end(), INT64_C(0)));
-  return static_cast<double>(*std::max_element(loads.begin(), loads.end())) *
-         static_cast<double>(loads.size()) / sum;
-}
 
 TEST(every_row_of_every_chunk_is_written_once_by_one_of_its_owners) {
   RandomSource random(91);
@@ -73,36 +60,6 @@ TEST(every_row_of_every_chunk_is_written_once_by_one_of_its_owners) {
     const std::vector<Share> same = balance(given.chunks, given.owners, &again);
     CHECK(again == loads && same.size() == shares.size());
   }
-}
-
-TEST(one_large_chunk_is_shared_by_rows) {
-  Case given;
-  given.add(64 << 20, 4096, ranks(8));
-  for (int i = 0; i < 20; ++i) given.add(3000, 1, ranks(8));
-  Loads loads(8);
-  balance(given.chunks, given.owners, &loads);
-  CHECK(imbalance(loads) < 1.01);
-}
-
-TEST(what_a_rank_writes_anyway_counts) {
-  Case given;
-  given.add(8 << 20, 1024, ranks(4));
-  Loads loads{6 << 20, 0, 0, 1 << 20};
-  balance(given.chunks, given.owners, &loads);
-  CHECK_EQ(loads[0], 6 << 20);
-  CHECK(loads[1] + loads[2] + loads[3] >= 9 << 20);
-  CHECK(*std::max_element(loads.begin() + 1, loads.end()) < (3 << 20) + (1 << 16));
-}
-
-TEST(groups_of_replicas_are_balanced_each_in_itself) {
-  Case given;
-  for (int i = 0; i < 40; ++i) {
-    given.add((1 + i) << 16, 64, ranks(8, 2));
-    given.add((1 + i) << 16, 64, {1, 3, 5, 7});
-  }
-  Loads loads(8);
-  balance(given.chunks, given.owners, &loads);
-  CHECK(imbalance(loads) < 1.03);
 }
 
 TEST(owner_that_is_no_rank_is_refused) {

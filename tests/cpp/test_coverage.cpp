@@ -8,13 +8,10 @@
 
 namespace {
 
-using dcpx::ErrorCode;
 using dcpx::plan::BoxColumns;
 using dcpx::plan::CoverageError;
 using dcpx::plan::Offence;
 using Numbers = std::vector<std::int64_t>;
-
-constexpr std::int64_t kHuge = INT64_MAX;
 
 struct Box {
   Numbers offsets;
@@ -105,16 +102,6 @@ std::int64_t place_of(const Numbers& point, const Numbers& sizes) {
   return at;
 }
 
-TEST(any_tiling_of_a_tensor_is_in_order) {
-  RandomSource random(21);
-  std::vector<Tensor> tensors;
-  for (int round = 0; round < 3000; ++round) {
-    const Numbers sizes = random_sizes(random);
-    tensors.push_back({sizes, random_tiling(random, sizes)});
-  }
-  CHECK(errors_of(tensors).empty());
-}
-
 TEST(holes_and_overlaps_are_found_exactly_and_named) {
   RandomSource random(22);
   int seen[4] = {};
@@ -163,84 +150,6 @@ TEST(holes_and_overlaps_are_found_exactly_and_named) {
   }
   CHECK(seen[static_cast<int>(Offence::kOverlap)] > 300);
   CHECK(seen[static_cast<int>(Offence::kHole)] > 300);
-}
-
-TEST(box_outside_of_its_tensor_is_named_by_tensor_and_number) {
-  const Tensor whole{{4, 3}, {{{0, 0}, {4, 3}}}};
-  for (const Box& box : std::vector<Box>{{{3, 0}, {2, 1}},
-                                         {{-1, 0}, {1, 1}},
-                                         {{0, 0}, {-1, 3}},
-                                         {{0, 0}, {0, -3}},
-                                         {{kHuge, 0}, {1, 1}},
-                                         {{1, 0}, {kHuge, 1}},
-                                         {{kHuge, kHuge}, {kHuge, kHuge}}}) {
-    Tensor tensor = whole;
-    tensor.boxes.push_back(box);
-    const std::vector<CoverageError> errors = errors_of({whole, tensor, whole});
-    CHECK_EQ(errors.size(), 1U);
-    CHECK_EQ(errors[0].tensor, 1);
-    CHECK(errors[0].offence == Offence::kOutside);
-    CHECK_EQ(errors[0].box, 1);
-  }
-}
-
-TEST(box_without_elements_may_lie_anywhere) {
-  const Tensor tensor{{4, 3}, {{{0, 0}, {4, 3}}, {{9, 0}, {0, 3}}, {{2, 1}, {0, 1}}}};
-  CHECK(errors_of({tensor}).empty());
-  CHECK(errors_of({Tensor{{0, 3}, {}}}).empty());
-  CHECK(errors_of({Tensor{{kHuge, kHuge, 0}, {}}}).empty());
-}
-
-TEST(tensor_of_more_elements_than_there_are_numbers_is_too_large) {
-  for (const Numbers& sizes : {Numbers{kHuge, 2}, Numbers{kHuge, kHuge, kHuge}, Numbers{-1, 2}}) {
-    const std::vector<CoverageError> errors = errors_of({Tensor{sizes, {}}});
-    CHECK_EQ(errors.size(), 1U);
-    CHECK(errors[0].offence == Offence::kTooLarge);
-  }
-  const Tensor largest{{kHuge}, {{{0}, {5}}, {{5}, {kHuge - 5}}}};
-  CHECK(errors_of({largest}).empty());
-}
-
-TEST(scalar_wants_exactly_one_box) {
-  const Tensor none{{}, {}};
-  const Tensor one{{}, {{{}, {}}}};
-  const Tensor two{{}, {{{}, {}}, {{}, {}}}};
-  CHECK(errors_of({one}).empty());
-  const std::vector<CoverageError> errors = errors_of({none, one, two});
-  CHECK_EQ(errors.size(), 2U);
-  CHECK(errors[0].offence == Offence::kHole && errors[0].tensor == 0);
-  CHECK(errors[1].offence == Offence::kOverlap && errors[1].tensor == 2);
-}
-
-TEST(a_large_grid_takes_a_moment_and_its_one_hole_is_found) {
-  constexpr std::int64_t kSide = 300;
-  Tensor tensor{{2 * kSide, 3 * kSide}, {}};
-  for (std::int64_t r = 0; r < kSide; ++r) {
-    for (std::int64_t c = 0; c < kSide; ++c) tensor.boxes.push_back({{2 * r, 3 * c}, {2, 3}});
-  }
-  CHECK(errors_of({tensor}).empty());
-  tensor.boxes[kSide * 17 + 40].lengths = {2, 2};
-  const std::vector<CoverageError> errors = errors_of({tensor});
-  CHECK_EQ(errors.size(), 1U);
-  CHECK((errors[0].point == Numbers{34, 122}));
-}
-
-TEST(columns_that_contradict_themselves_are_refused) {
-  Columns columns({Tensor{{4, 3}, {{{0, 0}, {4, 3}}}}});
-  const auto throws = [](const Columns& bad) {
-    CHECK_THROWS(dcpx::plan::check_coverage(bad.view()), ErrorCode::kPlan);
-  };
-  for (const std::int64_t wrong :
-       {std::int64_t{-1}, std::int64_t{0}, std::int64_t{1}, std::int64_t{3}, kHuge}) {
-    Columns bad = columns;
-    bad.ndims[0] = wrong;
-    throws(bad);
-  }
-  for (const std::int64_t wrong : {std::int64_t{-1}, std::int64_t{0}, std::int64_t{2}, kHuge}) {
-    Columns bad = columns;
-    bad.box_counts[0] = wrong;
-    throws(bad);
-  }
 }
 
 }  // namespace

@@ -62,13 +62,6 @@ TEST(a_driver_that_does_not_start_is_told_again_without_being_asked_again) {
   CHECK_EQ(fake_count("cuInit"), before + 1);
 }
 
-TEST(a_library_that_is_no_driver_of_12_is_refused_by_name) {
-  FakeDriver fake(3);
-  ::setenv("DCPX_CUDA_DRIVER", "libc.so.6", 1);
-  dcpx::device::forget_driver();
-  CHECK(dcpx::device::driver_failure().find("'libc.so.6' is older than 12.0") != std::string::npos);
-}
-
 TEST(a_forked_child_refuses_the_parents_driver_and_leaves_the_parents_objects) {
   FakeDriver fake(4);
   HostMemory host(1 << 16, true);
@@ -118,29 +111,6 @@ TEST(a_guard_gives_back_the_context_and_the_capture_mode_of_its_thread) {
   }
   CHECK_EQ(fake_context_depth(), 0);
   CHECK_EQ(fake_capture_mode(), 0);
-}
-
-TEST(a_device_that_is_not_there_is_refused_by_its_number) {
-  FakeDriver fake(7);
-  for (const int device : {-1, 2, 1000}) {
-    CHECK_THROWS(CopyStream(device, nullptr), ErrorCode::kStaging);
-    CHECK_THROWS(SourceEvents({{device, 0}}), ErrorCode::kStaging);
-  }
-  CHECK_EQ(fake_context_depth(), 0);
-  CHECK_EQ(fake_capture_mode(), 0);
-}
-
-TEST(events_of_several_streams_and_devices_are_known_by_device) {
-  FakeDriver fake(8);
-  const std::uint64_t own = fake_make_stream(1, 1);
-  {
-    const SourceEvents events({{1, 0}, {0, 0}, {1, own}, {1, own}});
-    CHECK(events.devices() == (std::vector<int>{0, 1}));
-    CHECK(events.has(0) && events.has(1) && !events.has(2));
-    CHECK_EQ(reinterpret_cast<std::uint64_t>(events.caller_stream(1)), own);
-    CHECK_EQ(fake.more("live_events"), 3);
-  }
-  fake.check_clean();
 }
 
 }  // namespace

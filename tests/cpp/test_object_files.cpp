@@ -55,49 +55,6 @@ struct Opened {
 
 using Requests = std::vector<Request>;
 
-TEST(open_object_has_its_end_without_another_request) {
-  for (const std::uint64_t size :
-       {0UL, 1UL, kObjectEndBytes - 1, kObjectEndBytes, kObjectEndBytes + 1, 5 * kObjectEndBytes}) {
-    const Opened object(size);
-    CHECK_EQ(object.file.size_bytes(), size);
-    CHECK(object.file.is_object());
-    CHECK_EQ(object.file.path(), "s3://bucket/p/f");
-    const std::uint64_t begin = size - std::min(size, kObjectEndBytes);
-    CHECK(object.read(begin, size - begin).empty());
-    for (int n = 0; n < 20 && size > begin; ++n) {
-      RandomSource random(static_cast<std::uint64_t>(n));
-      const std::uint64_t at = begin + random.below(size - begin);
-      CHECK(object.read(at, random.below(size - at + 1)).empty());
-    }
-    CHECK(object.read(0, 0).empty());
-    if (begin == 0) continue;
-    CHECK(object.read(begin - 1, 2) == Requests({{"f", begin - 1, 2}}));
-    CHECK(object.read(begin - 1, 2) == Requests({{"f", begin - 1, 2}}));  // not kept
-    CHECK(object.read(0, size) == Requests({{"f", 0, size}}));
-  }
-}
-
-TEST(parts_of_a_read_are_one_request_and_each_gets_its_bytes) {
-  const Opened object(kObjectEndBytes + 200 * kKiB);
-  RandomSource random(810);
-  for (int round = 0; round < 40; ++round) {
-    const std::uint64_t offset = random.below(object.bytes.size() - kKiB);
-    std::vector<std::byte> found(1000);
-    std::vector<iovec> wanted;
-    std::uint64_t nbytes = 0;
-    for (std::uint64_t n = random.between(1, 6); n > 0; --n) {
-      wanted.push_back({&found[nbytes], random.pick<std::size_t>({0, 1, 7, 160})});
-      nbytes += wanted.back().iov_len;
-    }
-    object.file.read_at(wanted.data(), static_cast<int>(wanted.size()), offset);
-    const bool is_kept = offset >= 200 * kKiB || nbytes == 0;
-    CHECK(object.store->take_reads() == (is_kept ? Requests() : Requests({{"f", offset, nbytes}})));
-    found.resize(nbytes);
-    CHECK(std::equal(found.begin(), found.end(),
-                     object.bytes.begin() + static_cast<std::ptrdiff_t>(offset)));
-  }
-}
-
 TEST(read_behind_the_end_is_short_and_asks_for_nothing) {
   for (const std::uint64_t size : {10UL, 4 * kObjectEndBytes}) {
     Opened object(size);
@@ -150,18 +107,6 @@ TEST(kept_range_serves_reads_until_two_others_came_and_the_end_until_it_is_forgo
   CHECK(object.read(end - 1, 1) == Requests({{"f", end - 1, 1}}));
   object.file.forget_all_but_end();  // of nothing
   CHECK(object.read(end - 1, 1) == Requests({{"f", end - 1, 1}}));
-}
-
-TEST(file_of_a_directory_keeps_nothing) {
-  const ScratchDir dir;
-  std::ofstream(dir.path() + "/f") << "0123456789";
-  InputFile file = InputFile::open(dir.fd(), dir.path(), "f");
-  CHECK(!file.is_object());
-  file.keep(5, 1000, 1000);  // nor looks where it ends
-  file.forget();
-  std::byte found[2];
-  file.read_at(found, 2, 8);
-  CHECK(found[1] == std::byte{'9'});
 }
 
 // A store that answers with fewer bytes than it says.
@@ -266,10 +211,6 @@ TEST(small_items_of_others_are_located_many_at_a_request) {
   const std::uint64_t ahead = 256 * kKiB;
   CHECK(foreign.bytes.size() > 6 * ahead);
   CHECK_EQ(foreign.requests_in_any_order(), foreign.bytes.size() / ahead);  // and the end
-}
-
-TEST(all_items_of_a_short_object_are_located_without_another_request) {
-  CHECK_EQ(Foreign({4, 400, 4000, 40, 4000}).requests_in_any_order(), 0U);
 }
 
 // One for the first begin, one for each end with the begin of the next; the last end is there.

@@ -298,28 +298,6 @@ TEST(flipped_byte_is_found_before_it_lands_and_only_where_it_lies) {
   CHECK(out != from.sources[item].payload);
 }
 
-TEST(object_that_was_replaced_meanwhile_is_refused_by_its_tag) {
-  const Objects from = make_objects();
-  std::vector<std::byte> out(3000);
-  std::vector<ReadRegion> regions{from.whole(1)};
-  regions[0].dest = out.data();
-  for (const bool verify : {true, false}) {
-    Load load(from, verify);
-    const std::vector<std::byte> same = from.store->look("f0", 1 << 30).end;
-    from.store->take_looks();
-    from.store->put("f0", same);
-    try {
-      load.job.read(regions, {});
-      CHECK(false);
-    } catch (const dcpx::Error& error) {
-      CHECK(error.code() == ErrorCode::kStorage);
-      CHECK_EQ(error.sys_errno, ESTALE);
-    }
-    CHECK(!load.job.touched().at(0));
-    from.store->take_reads();
-  }
-}
-
 TEST(request_that_fails_ends_the_load_with_its_error_and_the_next_goes_on) {
   const Objects& from = objects();
   Load load(from, true);
@@ -346,46 +324,6 @@ TEST(request_that_fails_ends_the_load_with_its_error_and_the_next_goes_on) {
   ReadJob late(from.store, "s3://bucket", {3, kSlotBytes, true, true});
   CHECK_THROWS(late.locate(from.specs, from.wanted, {}), ErrorCode::kStorage);
   from.store->take_looks();
-}
-
-// Extents of two runs of 10 bytes that are `gap` bytes apart, as two regions or as one.
-std::size_t extents_of(std::uint64_t at, std::uint64_t gap, bool is_checked, bool is_one_region) {
-  std::vector<ReadRegion> regions;
-  if (is_one_region) {
-    regions.push_back({0, at, {10, {2}, {10 + gap}, {10}}, nullptr, "w"});
-  } else {
-    regions.push_back({0, at + 10 + gap, {10, {}, {}, {}}, nullptr, "w"});
-    regions.push_back({0, at, {10, {}, {}, {}}, nullptr, "w"});
-  }
-  const ReadPlan plan = plan_reads(regions, 1, kSlotBytes);
-  std::size_t count = 0;
-  CellReads reads;
-  for (const CellRange& cell : plan.cells) {
-    plan_cell(plan, cell, {is_checked, false, true}, kSlotBytes, reads);
-    CHECK_EQ(reads.extents.front().begin, cell.begin);
-    CHECK_EQ(reads.extents.back().end, cell.end);
-    count += reads.extents.size();
-  }
-  return count;
-}
-
-TEST(runs_of_an_object_are_read_together_up_to_the_gap_within_a_cell) {
-  for (const bool is_one_region : {true, false}) {
-    const auto count = [&](std::uint64_t at, std::uint64_t gap, bool is_checked = false) {
-      return extents_of(at, gap, is_checked, is_one_region);
-    };
-    CHECK_EQ(count(5, 0), 1U);
-    CHECK_EQ(count(5, kObjectGapBytes), 1U);
-    CHECK_EQ(count(5, kObjectGapBytes + 1), 2U);
-    // From the end of a block to the begin of another.
-    CHECK_EQ(count(kBlockBytes - 10, kObjectGapBytes, true), 1U);
-    CHECK_EQ(count(kBlockBytes - 10, kObjectGapBytes + kBlockBytes - 1, true), 1U);
-    CHECK_EQ(count(kBlockBytes - 10, kObjectGapBytes + kBlockBytes, true), 2U);
-    CHECK_EQ(count(0, kObjectGapBytes + kBlockBytes, true), 1U);
-    // What lies in two cells is no one's read.
-    CHECK_EQ(count(kSlotBytes - 10, 0), 2U);
-    CHECK_EQ(count(kSlotBytes - 15, 5), 2U);
-  }
 }
 
 }  // namespace

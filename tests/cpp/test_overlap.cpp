@@ -146,56 +146,6 @@ TEST(overlaps_are_those_that_comparing_every_pair_finds) {
   }
 }
 
-TEST(mesh_of_three_dimensions_meets_itself_cell_by_cell) {
-  RandomSource random(78);
-  Side cells;
-  for (std::int64_t a = 0; a < 40; a += 4) {
-    for (std::int64_t b = 0; b < 40; b += 4) {
-      for (std::int64_t c = 0; c < 40; c += 4) cells.add({a, b, c}, {4, 4, 4});
-    }
-  }
-  const std::vector<std::uint32_t> places = shuffled(random, cells.count);
-  Pairs pairs;
-  for (std::uint32_t w = 0; w < cells.count; ++w) pairs.emplace_back(w, places[w]);
-  CHECK(found(3, cells, placed(3, cells, places), OverlapOrder::kNested) == pairs);
-}
-
-// Along either dimension half of the pairs meet, of which there are 10^10.
-TEST(columns_over_rows_meet_others_such_in_a_moment) {
-  constexpr std::int64_t kHalf = 50000;
-  RandomSource random(79);
-  Side wanted;
-  for (std::int64_t i = 0; i < kHalf; ++i) wanted.add({0, i}, {kHalf, 1});
-  for (std::int64_t i = 0; i < kHalf; ++i) wanted.add({kHalf + i, 0}, {1, kHalf});
-  const std::vector<std::uint32_t> places = shuffled(random, wanted.count);
-  Pairs pairs;
-  for (std::uint32_t w = 0; w < wanted.count; ++w) pairs.emplace_back(w, places[w]);
-  CHECK(found(2, wanted, placed(2, wanted, places), OverlapOrder::kNested) == pairs);
-}
-
-TEST(no_box_meets_none) {
-  Side one;
-  one.add({0}, {1});
-  for (const OverlapOrder order : {OverlapOrder::kSwept, OverlapOrder::kNested}) {
-    CHECK(found(1, Side{}, Side{}, order).empty());
-    CHECK(found(1, one, Side{}, order).empty());
-    CHECK(found(1, Side{}, one, order).empty());
-  }
-}
-
-TEST(region_is_what_both_boxes_hold) {
-  Side wanted, stored;
-  wanted.add({4, 0}, {4, 6});
-  stored.add({0, 0}, {5, 2});
-  stored.add({0, 2}, {9, 9});
-  Numbers dest(2), storage(2), lengths(2);
-  dcpx::plan::overlap_region(2, wanted.boxes(), stored.boxes(), {0, 1}, dest.data(), storage.data(),
-                             lengths.data());
-  CHECK(dest == (Numbers{0, 2}));
-  CHECK(storage == (Numbers{4, 0}));
-  CHECK(lengths == (Numbers{4, 4}));
-}
-
 TEST(box_that_ends_beyond_all_numbers_is_refused) {
   Side wanted, stored;
   wanted.add({0}, {1});

@@ -49,19 +49,6 @@ TEST(contiguous_dimensions_are_one_run) {
   CHECK_EQ(boxes[0].src_offset, 5U);
 }
 
-TEST(columns_of_a_matrix_are_one_box_and_two_cut_rows) {
-  const Region region{4, {1000, 10}, {400, 4}, {0, 0}};  // 10 of 100 columns
-  const std::vector<RangeBox> boxes = dcpx::plan::range_boxes(region, 4096, 8192);
-  CHECK_EQ(boxes.size(), 3U);
-  CHECK_EQ(boxes[0].src_offset, 102 * 400U + 16);
-  CHECK_EQ(boxes[0].region.elem_bytes, 24U);
-  CHECK_EQ(boxes[1].region.elem_bytes, 40U);
-  CHECK(boxes[1].region.lengths == std::vector<std::uint64_t>{101});
-  CHECK(boxes[1].region.src_strides == std::vector<std::uint64_t>{400});
-  CHECK(boxes[1].region.dst_strides == std::vector<std::uint64_t>{40});
-  CHECK_EQ(boxes[2].region.elem_bytes, 32U);
-}
-
 TEST(range_behind_its_region_is_refused) {
   const Region region{4, {3}, {8}, {0}};
   CHECK_THROWS(dcpx::plan::range_boxes(region, 4, 16), ErrorCode::kPlan);

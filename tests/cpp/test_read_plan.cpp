@@ -170,20 +170,6 @@ TEST(read_plan_brings_every_byte_once_and_fits_its_slots) {
   CHECK(disjoint > 50 && extents - disjoint > 50);
 }
 
-TEST(one_long_run_is_cut_at_slots_and_read_exactly) {
-  const ReadRegion wanted{0, 777, {1, {kFileBytes - 777}, {1}, {1}}, nullptr, "w"};
-  const AllReads all = plan_all({wanted}, {true});
-  std::uint64_t at = 777;
-  for (const Extent& extent : all.extents) {
-    CHECK_EQ(extent.begin, at);
-    CHECK(extent.is_disjoint);
-    CHECK(extent.end == kFileBytes || extent.end % kSlotBytes == 0);
-    at = extent.end;
-  }
-  CHECK_EQ(at, kFileBytes);
-  CHECK_EQ(all.extents.size(), kFileBytes / kSlotBytes + 1);
-}
-
 TEST(runs_apart_are_read_apart_and_neighbours_together) {
   for (const bool is_checked : {true, false}) {
     for (const bool is_direct : {true, false}) {
@@ -218,19 +204,6 @@ AllReads read_columns(std::uint64_t run, std::uint64_t stride, std::uint64_t ele
       nullptr,
       "w"};
   return plan_all({columns}, {false});
-}
-
-TEST(columns_of_long_runs_are_read_with_half_as_much_again_at_most) {
-  for (const std::uint64_t run : {4096UL, 6000UL, 20'000UL, 100'000UL}) {
-    for (const std::uint64_t stride : {run + 64, run + run / 2, run + run / 2 + 1, 2 * run}) {
-      for (const std::uint64_t elem_bytes : {run, 4UL}) {
-        const AllReads all = read_columns(run, stride, elem_bytes);
-        std::uint64_t read_bytes = 0;
-        for (const Extent& extent : all.extents) read_bytes += extent.end - extent.begin;
-        CHECK(read_bytes <= all.plan.needed_bytes * 3 / 2);
-      }
-    }
-  }
 }
 
 TEST(plan_of_many_runs_has_a_few_parts_a_cell) {

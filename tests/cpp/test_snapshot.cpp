@@ -120,20 +120,6 @@ TEST(layout_puts_large_rows_on_pages_small_ones_on_lines_and_none_over_another) 
   CHECK_EQ(total, end);
 }
 
-TEST(rows_at_one_address_share_their_place_only_in_the_same_form) {
-  const Bytes memory = random_bytes(4096, 4);
-  std::vector<SnapshotRow> rows;
-  rows.push_back(row_of(memory.data(), 4, {10, 10}, {10, 1}));
-  rows.push_back(row_of(memory.data(), 4, {10, 10}, {10, 1}));
-  rows.push_back(row_of(memory.data(), 4, {10, 10}, {1, 10}));
-  rows.push_back(row_of(memory.data(), 4, {100}, {1}));
-  rows.push_back(row_of(nullptr, 4, {100}, {1}));  // a place each
-  rows.push_back(row_of(nullptr, 4, {100}, {1}));
-  dcpx::engine::lay_out(rows);
-  CHECK_EQ(rows[1].offset, rows[0].offset);
-  for (std::size_t i = 2; i < rows.size(); ++i) CHECK(rows[i].offset > rows[i - 1].offset);
-}
-
 TEST(dense_rows_that_touch_on_a_device_touch_in_the_arena_in_the_order_of_addresses) {
   const auto at = [](std::uintptr_t address) {
     return reinterpret_cast<const std::byte*>(address);  // nobody follows it
@@ -175,15 +161,6 @@ TEST(rows_on_a_device_and_on_the_host_share_no_place_at_one_address) {
   CHECK_EQ(rows[1].copied_with, 1U);
 }
 
-TEST(rows_that_no_memory_has_are_refused) {
-  const Bytes memory(64);
-  CHECK_THROWS(row_of(memory.data(), 4, {2, -1}, {1, 1}), ErrorCode::kPlan);
-  CHECK_THROWS(row_of(memory.data(), 4, {2, 3}, {-3, 1}), ErrorCode::kPlan);
-  CHECK_THROWS(row_of(memory.data(), 4, {2, 3}, {1}), ErrorCode::kPlan);
-  CHECK_THROWS(row_of(memory.data(), 0, {2}, {1}), ErrorCode::kPlan);
-  CHECK_THROWS(row_of(memory.data(), 8, {INT64_MAX, INT64_MAX}, {1, 1}), ErrorCode::kPlan);
-}
-
 TEST(arena_begins_on_a_huge_page_and_is_zero_before_it_is_filled) {
   for (const bool is_shared : {false, true}) {
     Arena arena((5 << 20) + 17, is_shared);
@@ -195,26 +172,6 @@ TEST(arena_begins_on_a_huge_page_and_is_zero_before_it_is_filled) {
     arena.data()[arena.size_bytes() - 1] = std::byte{1};
     CHECK_EQ(arena.written(), 0U);
   }
-}
-
-TEST(attached_arena_shows_the_same_bytes_and_the_same_count_of_writes) {
-  Arena own(100'000, true);
-  own.data()[99'999] = std::byte{7};
-  Arena other = Arena::attach(own.fd(), 100'000);
-  CHECK(other.data() != own.data());
-  CHECK(other.data()[99'999] == std::byte{7});
-  other.add_written();
-  CHECK_EQ(own.written(), 1U);
-  CHECK_THROWS(Arena::attach(own.fd(), 200'000), ErrorCode::kPlan);
-  CHECK_THROWS(Arena::attach(-1, 100'000), ErrorCode::kStorage);
-}
-
-TEST(empty_arena_and_empty_snapshot_are_nothing_to_do) {
-  std::vector<SnapshotRow> rows;
-  CHECK_EQ(dcpx::engine::lay_out(rows), 0U);
-  Arena arena(0, false);
-  arena.prefault(2, {});
-  dcpx::engine::take_snapshot(rows, arena.data(), 4, {});
 }
 
 }  // namespace

@@ -151,46 +151,6 @@ TEST(pieces_put_in_any_order_come_out_by_offset_file_by_file) {
   }
 }
 
-TEST(piece_behind_a_gap_waits_for_what_fills_it) {
-  Queue queue;
-  const std::vector<std::byte> bytes(10);
-  queue->put(0, 10, borrowed_piece(bytes));
-  CHECK(is_interrupted([&](const PollFunction& poll) { queue->next(0, poll); }));
-  queue->put(0, 0, borrowed_piece(bytes));
-  CHECK(queue->next(0, {}).has_value());
-  CHECK(queue->next(0, {}).has_value());
-  CHECK(is_interrupted([&](const PollFunction& poll) { queue->next(0, poll); }));  // not ended
-  queue->end(0, 20);
-  CHECK(!queue->next(0, {}));
-}
-
-TEST(size_is_told_with_the_first_piece_if_it_is_known_then) {
-  Queue queue(3);
-  const std::vector<std::byte> bytes(10);
-  const auto size_of = [&](std::uint32_t file) { return queue->size_of(file, {}); };
-  const auto blocks = [&](std::uint32_t file) {
-    return is_interrupted([&](const PollFunction& poll) { queue->size_of(file, poll); });
-  };
-  queue->set_size(0, 30);
-  CHECK(blocks(0));
-  queue->put(0, 0, borrowed_piece(bytes));
-  CHECK(size_of(0) == std::optional<std::uint64_t>(30));
-  queue->put(1, 0, borrowed_piece(bytes));
-  CHECK(!size_of(1));
-  queue->end(1, 10);
-  CHECK(size_of(1) == std::optional<std::uint64_t>(10));
-  CHECK(blocks(2));
-  queue->end(2, 0);
-  CHECK(size_of(2) == std::optional<std::uint64_t>(0));
-}
-
-TEST(file_without_bytes_ends_at_once) {
-  Queue queue;
-  queue->end(0, 0);
-  CHECK(!queue->next(0, {}));
-  CHECK_EQ(queue->gone_bytes(), 0U);
-}
-
 TEST(pieces_that_contradict_are_refused) {
   const std::vector<std::byte> bytes(10);
   Queue queue(2);
@@ -230,43 +190,6 @@ TEST(failed_queue_hands_out_nothing_and_takes_back_what_was_taken) {
   CHECK_EQ(queue->gone_bytes(), 10U);
 }
 
-TEST(each_slot_is_one_until_it_is_let_go_or_given_back) {
-  Queue queue(1, 3);
-  std::vector<int> taken;
-  for (int n = 0; n < 3; ++n) taken.push_back(take_slot(queue));
-  std::vector<std::byte*> begins;
-  for (const int slot : taken) begins.push_back(queue->slot(slot));
-  std::sort(begins.begin(), begins.end());
-  for (std::size_t n = 1; n < 3; ++n) {
-    CHECK(begins[n] - begins[n - 1] >= static_cast<std::ptrdiff_t>(kSlotBytes));
-  }
-  CHECK(queue->size_bytes() >= 3 * kSlotBytes);
-  queue->give_back(kNoSlot);  // which is none
-  CHECK(has_to_wait(queue));
-  queue->give_back(taken[1]);
-  CHECK_EQ(take_slot(queue), taken[1]);
-  const std::vector<std::byte> bytes(10);
-  for (std::size_t n = 0; n < 3; ++n) {
-    queue->put(0, 10 * n, borrowed_piece(bytes, taken[n]), taken[n]);
-    const auto piece = queue->next(0, {});
-    CHECK(has_to_wait(queue));
-    queue->let_go(*piece);
-    CHECK_EQ(take_slot(queue), taken[n]);
-  }
-}
-
-TEST(second_allocation_changes_nothing) {
-  Queue queue(1, 2);
-  const std::uint64_t size_bytes = queue->size_bytes();
-  const int slot = take_slot(queue);
-  std::byte* const begin = queue->slot(slot);
-  queue->allocate(9, 2 * kSlotBytes, -1, {});
-  CHECK_EQ(queue->size_bytes(), size_bytes);
-  CHECK_EQ(queue->slot(slot), begin);
-  CHECK(take_slot(queue) != slot);
-  CHECK(has_to_wait(queue));
-}
-
 TEST(slots_wait_until_pieces_own_no_more_than_the_limit) {
   Queue queue;
   queue->put(0, 0, owned_piece(kOwnedBytes));
@@ -279,31 +202,6 @@ TEST(slots_wait_until_pieces_own_no_more_than_the_limit) {
   queue->let_go(*second);
   CHECK(!has_to_wait(queue));
   queue->let_go(*first);
-  CHECK(!has_to_wait(queue));
-}
-
-// Whatever a segment comes to own, it never waits for room: it has it with its slot.
-TEST(slots_taken_leave_room_for_a_piece_each) {
-  Queue queue(1, 5, kOwnedBytes / 3);
-  std::vector<int> taken;
-  for (int n = 0; n < 3; ++n) taken.push_back(take_slot(queue));
-  CHECK(has_to_wait(queue));  // slots are free
-  queue->give_back(taken[2]);
-  CHECK(!has_to_wait(queue));
-  queue->put(0, 0, owned_piece(kOwnedBytes / 3), taken[1]);
-  CHECK_EQ(take_slot(queue), taken[1]);  // free, as the piece does not have it
-  CHECK(has_to_wait(queue));
-  const auto piece = queue->next(0, {});
-  queue->let_go(*piece);
-  CHECK(!has_to_wait(queue));
-}
-
-TEST(piece_that_keeps_its_slot_owns_nothing) {
-  Queue queue(1, 3, kOwnedBytes);
-  const std::vector<std::byte> bytes(10);
-  const int slot = take_slot(queue);
-  CHECK(has_to_wait(queue));
-  queue->put(0, 0, borrowed_piece(bytes, slot), slot);
   CHECK(!has_to_wait(queue));
 }
 
@@ -365,22 +263,6 @@ TEST(worker_and_uploader_poll_without_the_mutex) {
   CHECK(ends([&] { queue->size_of(0, poll); }));
   stop.poll_inline(poll);
   CHECK(ends([&] { queue->wait(stop, [] { return false; }); }));
-}
-
-TEST(worker_that_waits_for_a_sum_goes_on_when_it_is_notified) {
-  Queue queue;
-  const Deadline deadline;
-  std::atomic<int> asked{0};
-  std::atomic<bool> is_done{false};
-  const auto other = std::async(std::launch::async, [&] {
-    while (asked.load() == 0) std::this_thread::yield();
-    is_done = true;
-    queue->notify();
-  });
-  CHECK(queue->wait(deadline.stop, [&] {
-    ++asked;
-    return is_done.load();
-  }));
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include "check.h"
 #include "format/crc32.h"
 #include "format/zip_item.h"
-#include "zip_invariants.h"
+#include "format/zip_parse.h"
 
 namespace {
 
