@@ -205,6 +205,31 @@ TEST(slots_wait_until_pieces_own_no_more_than_the_limit) {
   CHECK(!has_to_wait(queue));
 }
 
+// Whatever a segment comes to own, it never waits for room: it has it with its slot.
+TEST(slots_taken_leave_room_for_a_piece_each) {
+  Queue queue(1, 5, kOwnedBytes / 3);
+  std::vector<int> taken;
+  for (int n = 0; n < 3; ++n) taken.push_back(take_slot(queue));
+  CHECK(has_to_wait(queue));  // slots are free
+  queue->give_back(taken[2]);
+  CHECK(!has_to_wait(queue));
+  queue->put(0, 0, owned_piece(kOwnedBytes / 3), taken[1]);
+  CHECK_EQ(take_slot(queue), taken[1]);  // free, as the piece does not have it
+  CHECK(has_to_wait(queue));
+  const auto piece = queue->next(0, {});
+  queue->let_go(*piece);
+  CHECK(!has_to_wait(queue));
+}
+
+TEST(piece_that_keeps_its_slot_owns_nothing) {
+  Queue queue(1, 3, kOwnedBytes);
+  const std::vector<std::byte> bytes(10);
+  const int slot = take_slot(queue);
+  CHECK(has_to_wait(queue));
+  queue->put(0, 0, borrowed_piece(bytes, slot), slot);
+  CHECK(!has_to_wait(queue));
+}
+
 // Nobody looks again by itself for an hour: who is woken wakes the next, as long as there is room.
 TEST(one_piece_let_go_wakes_all_workers_that_have_room) {
   constexpr unsigned kWorkers = 4;
