@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import RunPython
 
 import torch_dcpx._descriptors as descriptors
 
@@ -31,7 +30,7 @@ def noise():
                 seen.add(os.readlink(f"/proc/self/fd/{fd}"))
             except OSError:
                 pass
-        time.sleep(0)
+        time.sleep(0.0002)
 thread = threading.Thread(target=noise, daemon=True)
 thread.start()
 state = {f"t{i}": torch.full((30_000,), float(i)) for i in range(10)}
@@ -64,16 +63,18 @@ os.write(int(os.open(f"{where}/out", os.O_WRONLY | os.O_CREAT)),
 
 
 @pytest.mark.parametrize("closed", [[2], [0, 1, 2]], ids=["2>&-", "all"])
-def test_no_file_of_ours_gets_0_to_2(tmp_path: Path, closed: list[int]) -> None:
-    command = [sys.executable, "-c", _SCRIPT, str(tmp_path), *map(str, closed)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+def test_no_file_of_ours_gets_0_to_2(
+    run_warm: RunPython, tmp_path: Path, closed: list[int]
+) -> None:
+    run_warm(_SCRIPT, str(tmp_path), *map(str, closed))
     seen, low = json.loads((tmp_path / "out").read_text())
     ours = [name for name in [*seen, *low.values()] if str(tmp_path) in name or "memfd" in name]
     assert not ours
 
 
-def test_a_file_that_gets_a_low_number_moves_and_loses_what_was_printed(tmp_path: Path) -> None:
+def test_a_file_that_gets_a_low_number_moves_and_loses_what_was_printed(
+    run_warm: RunPython, tmp_path: Path
+) -> None:
     code = """
 import os, sys
 from torch_dcpx._descriptors import open_file
@@ -90,8 +91,7 @@ os.write(fd, b"own")
 print(fd > 2, os.readlink("/proc/self/fd/2"), os.get_inheritable(fd))
 """
     path = tmp_path / "file"
-    run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    assert run.stdout == "True /dev/null False\n", run.stdout
+    assert run_warm(code, str(path)).stdout == "True /dev/null False\n"
     assert path.read_bytes() == b"own"
 
 
