@@ -1,4 +1,4 @@
-"""One rank of tests/staging/test_stager.py: what DcpxStager stages, both modes of async_save."""
+"""What DcpxStager stages on two ranks: every kind of tensor, and both modes of async_save."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.machine import seconds
 from support.placements import PLACEMENTS, distribute, fits, make_meshes
+from support.rank_fixture import StartRanks
 from support.states import raw
 from support.tensor_bits import bits
-from support.tensor_cases import ODD, REGULAR, allowed, generator
-from support.worker import rank_case
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -39,7 +38,7 @@ def comparable(name: str, value: Any) -> Any:
     return bits(value.to_dense() if name == "oneDNN layout" else value)
 
 
-def check_case(name: str, value: Any) -> None:
+def check_case(name: str, value: Any, *, as_stock: bool) -> None:
     state = {"case": value}
     staged = DcpxStager().stage(state)
     if name in VALUELESS:
@@ -47,7 +46,7 @@ def check_case(name: str, value: Any) -> None:
         return
     if name not in LOSES_CLASS:
         assert comparable(name, staged["case"]) == comparable(name, value), name
-    if name in REGULAR and name not in STOCK_IS_WRONG:
+    if as_stock and name not in STOCK_IS_WRONG:
         try:
             stock: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
         except RuntimeError as error:
@@ -57,21 +56,19 @@ def check_case(name: str, value: Any) -> None:
         assert bits(staged["case"]) == bits(stock["case"]), f"{name}: not as stock"
 
 
-def check_refused(value: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"'deep\.case'"):
-        DcpxStager().stage({"deep": {"case": value}})
-
-
 def cases() -> None:
     """Every kind of tensor and value, and the regular ones in every placement."""
+    from support.tensor_cases import ODD, REGULAR, allowed, generator  # warns of half complex
+
     meshes = make_meshes()
     for name, case in {**REGULAR, **ODD}.items():
         value = case.make(generator(7))
         if name in REFUSED:
-            check_refused(value)
+            with pytest.raises(UnsupportedError, match=r"'deep\.case'"):
+                DcpxStager().stage({"deep": {"case": value}})
             continue
         with allowed(case):
-            check_case(name, value)
+            check_case(name, value, as_stock=name in REGULAR)
         if name in REGULAR and case.is_cut and not case.is_rare:
             for where, place in PLACEMENTS.items():
                 if fits(where, value):
@@ -117,8 +114,9 @@ def tensors_of(state: Any) -> list[torch.Tensor]:
     return [state] if isinstance(state, torch.Tensor) else []
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def opened() -> tuple[int, int]:
+    """Returns how many files this process has open, and how many are in shared memory."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm"))
 
 
 class Watch(DefaultSavePlanner):
@@ -129,26 +127,24 @@ class Watch(DefaultSavePlanner):
         self.report = report
 
     def create_local_plan(self) -> SavePlan:
-        self.report.write_text(f"{open_files()} {len(os.listdir('/dev/shm'))}")
+        self.report.write_text("{} {}".format(*opened()))
         return super().create_local_plan()
 
 
 def async_saves(path: Path, kind: AsyncCheckpointerType, by_writer: bool) -> None:
     """Saves of new states, each changed as soon as async_save returns; one arena for all."""
-    writer = DcpxWriter(path / "unused")
-    stager = None if by_writer else DcpxStager()
-    rank = dist.get_rank()
-    opened = []
+    writer, stager = DcpxWriter(path / "unused"), None if by_writer else DcpxStager()
+    reports = [path.parent / f"{path.name}-{step}-{dist.get_rank()}" for step in range(3)]
     process_pool().close()
-    in_shm = len(os.listdir("/dev/shm"))
-    for step in range(3):
+    in_shm, here = opened()[1], []
+    for step, report in enumerate(reports):
         state = state_of(step)
         future: Any = dcp.async_save(
             state,
             checkpoint_id=path / str(step),
             storage_writer=writer,
             async_stager=stager,
-            planner=Watch(path.parent / f"{path.name}-{step}-{rank}"),
+            planner=Watch(report),
             async_checkpointer_type=kind,
         )
         for tensor in tensors_of(state):
@@ -156,26 +152,29 @@ def async_saves(path: Path, kind: AsyncCheckpointerType, by_writer: bool) -> Non
         del state
         future.result(seconds(120))
         del future
-        opened.append(open_files())
+        here.append(opened()[0])
         assert process_pool().count == 1, (kind, step)
-    assert max(opened) - opened[0] <= FEW, opened
-    seen = [(path.parent / f"{path.name}-{step}-{rank}").read_text() for step in range(3)]
-    files, shm = zip(*(map(int, line.split()) for line in seen), strict=True)
+    assert max(here) - here[0] <= FEW, here
+    files, shm = zip(*(map(int, report.read_text().split()) for report in reports), strict=True)
     assert max(shm) <= in_shm, (in_shm, shm)
-    assert max(files) - files[0] <= FEW, files
-    assert max(files) < MANY // 4, files
+    assert max(files) - files[0] <= FEW and max(files) < MANY // 4, files
     for step in range(3):
-        expected = state_of(step)
         target = state_of(step + 100)
         dcp.load(target, storage_reader=DcpxReader(path / str(step)))
-        pairs = zip(tensors_of(expected), tensors_of(target), strict=True)
+        pairs = zip(tensors_of(state_of(step)), tensors_of(target), strict=True)
         assert all(torch.equal(raw(a), raw(b)) for a, b in pairs), (kind, step)
 
 
-@rank_case()
-def main(root: Path) -> None:
+def stage_and_save(root: Path) -> None:
     warnings.simplefilter("ignore")
     cases()
     for kind in AsyncCheckpointerType:
         for by_writer in (False, True):
             async_saves(root / f"{kind.value}-{by_writer}", kind, by_writer)
+
+
+@pytest.mark.slow
+def test_every_kind_of_tensor_and_both_modes_on_two_ranks(
+    ranks: StartRanks, tmp_path: Path
+) -> None:
+    ranks(2, anew=True)(stage_and_save, tmp_path)
