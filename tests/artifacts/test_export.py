@@ -15,7 +15,6 @@ import safetensors.torch as st
 import torch
 import torch.distributed.checkpoint as dcp
 from export_cases import assert_artifact, mixed_state, read_artifact
-from support.ranks import run_cases
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -245,10 +244,3 @@ def test_memory_besides_the_state_stays_within_the_budget(tmp_path: Path) -> Non
 def _status(field: str) -> int:
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if field in x)
     return int(line.split()[1]) << 10
-
-
-@pytest.mark.slow  # 10 s a number of ranks: processes that import torch
-@pytest.mark.multirank
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_write_one_artifact_together(tmp_path: Path, ranks: int) -> None:
-    run_cases(Path(__file__).with_name("export_worker.py"), ranks, "all", tmp_path)

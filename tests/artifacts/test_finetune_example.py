@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from support.ranks import run_cases, run_torchrun
+import torch.distributed as dist
+from support.rank_fixture import StartRanks
+from support.ranks import run_torchrun
 
-import torch_dcpx
+import torch_dcpx as dcpx
 
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
 WIDTH = 2800  # ten matrices: 299 MiB
 
 
@@ -19,7 +23,7 @@ WIDTH = 2800  # ten matrices: 299 MiB
 def test_finetune_example_reads_shards_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(torch_dcpx.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(dcpx.__file__).parents[1]))
     run_torchrun(ROOT / "examples" / "finetune_meta.py", 2, str(tmp_path))
     files = [path.name for path in (tmp_path / "finetune" / "tuned").iterdir()]
     assert files == ["model.safetensors"]
@@ -27,10 +31,39 @@ def test_finetune_example_reads_shards_and_exports(
     assert re.search(r"examples/finetune_meta\.py", source)
 
 
-@pytest.mark.slow  # 20 s: two processes that import torch, 300 MiB written and read
+def steps(path: Path, width: int) -> tuple[int, int, int]:
+    """Returns the bytes of this rank's shards, and the peaks of the load and of the export."""
+    import finetune_meta as example
+    from meters import extra_peak_bytes
+
+    example.WIDTH = width
+    model = example.sharded_net(dist.get_world_size())
+    pretrained, tuned = path / f"pretrained{width}", path / f"tuned{width}"
+    load = extra_peak_bytes(
+        lambda: dcpx.load_pretrained(model, pretrained, key_map=example.NAMES) and None
+    )
+    own = sum(tensor.to_local().nbytes for tensor in model.state_dict().values())
+    dist.barrier()
+    export = extra_peak_bytes(lambda: dcpx.export(model, tuned) and None)
+    return own, load, export
+
+
+def takes_its_share(path: Path, width: int) -> None:
+    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "bench")]
+    steps(path, 64)  # imports, first uses
+    own, load, export = steps(path, width)
+    whole = 10 * width**2 * 4
+    said = f"own {own / MIB:.1f}, load {load / MIB:.1f}, export {export / MIB:.1f} MiB"
+    assert own == whole // dist.get_world_size(), said
+    # Kernels count resident pages for each core, and sum up late.
+    assert 0.9 * own <= load <= own + dcpx.ReadOptions().host_memory_bytes, said
+    assert export <= dcpx.WriteOptions().resolved_memory_bytes(), said
+
+
+@pytest.mark.slow  # 20 s: 300 MiB written and read
 @pytest.mark.multirank
 def test_finetune_example_takes_its_share_of_the_model_and_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: StartRanks
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import finetune_meta as example
@@ -39,7 +72,6 @@ def test_finetune_example_takes_its_share_of_the_model_and_the_budget(
         monkeypatch.setattr(example, "WIDTH", width)
         (tmp_path / f"pretrained{width}").mkdir()
         example.publish(tmp_path / f"pretrained{width}")
-    worker = Path(__file__).with_name("finetune_memory_worker.py")
-    run_cases(worker, 2, "all", tmp_path, WIDTH)
+    ranks(2, anew=True)(takes_its_share, tmp_path, WIDTH)
     tuned = tmp_path / f"tuned{WIDTH}" / "model.safetensors"
     assert tuned.stat().st_size > 10 * WIDTH * WIDTH * 4

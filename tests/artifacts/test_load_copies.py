@@ -1,5 +1,4 @@
-"""load_pretrained into modules whose `state_dict()` gives copies: handed over and checked, or
-refused by name."""
+"""Loads into modules whose `state_dict()` gives copies: handed over and checked, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import pytest
 import safetensors.torch as st
 import torch
 from support.copying import COPYING, Wrapped, assert_holds, cast, cloned, cloning, plain
-from support.ranks import run_cases
 from torch import nn
 
 import torch_dcpx as dcpx
@@ -40,6 +38,35 @@ def test_module_that_gives_copies_holds_what_was_stored(
     st.save_file(nan, tmp_path / "model.safetensors")
     dcpx.load_pretrained(model, tmp_path)
     assert next(model.parameters()).isnan().all()
+
+
+@pytest.mark.parametrize("make", COPYING)
+def test_load_and_manager_hand_copies_to_modules(
+    tmp_path: Path, make: Callable[[Any], nn.Module]
+) -> None:
+    old, new, other = make(plain(7)), make(plain()), make(plain())
+    dcpx.save({"model": old, "step": 3}, tmp_path / "one")
+    state: dict[str, Any] = {"model": new, "step": 0}
+    dcpx.load(state, tmp_path / "one")
+    assert state["step"] == 3 and state["model"] is new
+    with dcpx.CheckpointManager(tmp_path / "root") as manager:
+        manager.save(1, model=old)
+        manager.wait()
+        manager.resume(model=other)
+    for module in (new, other):
+        assert_holds(module, old)
+
+
+def test_load_into_a_state_dict_fills_it_and_leaves_the_module_to_the_caller(
+    tmp_path: Path,
+) -> None:
+    old, new = plain(7), cloning(plain())
+    dcpx.save(dict(old.state_dict()), tmp_path)
+    state = dict(new.state_dict())
+    dcpx.load(state, tmp_path)
+    assert torch.equal(state["0.weight"], old[0].weight)
+    new.load_state_dict(state)
+    assert_holds(new, old)
 
 
 def test_memory_by_other_names_or_as_views_is_filled_and_not_handed_over(
@@ -181,71 +208,10 @@ def test_tied_names_of_which_one_is_a_copy_are_two(tmp_path: Path) -> None:
         assert torch.equal(model["a"].weight, stored)  # type: ignore[index]
 
 
-class Extra(nn.Linear):
-    held = 1.0
-
-    def get_extra_state(self) -> torch.Tensor:
-        return torch.tensor(self.held)
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        if state < 0:
-            raise ValueError("no such extra state")
-        self.held = float(state)
-
-
-def test_extra_state_is_handed_over_alone_where_all_else_is_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = Extra(2, 2)
-    old.held = 4.0
-    st.save_file(old.state_dict(), tmp_path / "model.safetensors")
-    new, handed = Extra(2, 2), []
-    real = nn.Module.load_state_dict
-    monkeypatch.setattr(
-        nn.Module, "load_state_dict", lambda *a, **k: (handed.append([*a[1]]), real(*a, **k))
-    )
-    dcpx.load_pretrained(new, tmp_path)
-    assert (new.held, handed) == (4.0, [["_extra_state"]])
-    assert torch.equal(new.weight, old.weight)
-    del handed[:]
-    st.save_file({n: t for n, t in old.state_dict().items() if n[0] != "_"}, tmp_path / "x")
-    (tmp_path / "x").rename(tmp_path / "model.safetensors")
-    dcpx.load_pretrained(new, tmp_path)  # not stored, and not missed
-    assert handed == []
-
-
 def test_module_without_shapes_yet_does_not_fit(tmp_path: Path) -> None:
     st.save_file(nn.Linear(3, 2).state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(dcpx.MismatchError, match=r"'weight' stored \(2, 3\), wanted"):
         dcpx.load_pretrained(nn.LazyLinear(2), tmp_path)
-
-
-class Odd(nn.Linear):
-    """Has its own memory, or an object, as extra state."""
-
-    is_object = False
-
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-        self.register_buffer("own", torch.zeros(2), persistent=False)
-
-    def get_extra_state(self) -> Any:
-        return "old" if self.is_object else self.own
-
-    def set_extra_state(self, state: Any) -> None:
-        self.got = state
-
-
-@pytest.mark.parametrize("is_object", [False, True])
-def test_extra_state_of_any_kind_is_handed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_object: bool
-) -> None:
-    monkeypatch.setattr(Odd, "is_object", is_object)
-    model = Odd()
-    dcpx.save({**Odd().state_dict(), "_extra_state": "new" if is_object else torch.ones(2)},
-              tmp_path)  # fmt: skip
-    dcpx.load_pretrained(model, tmp_path)
-    assert model.got == "new" if is_object else torch.equal(model.got, torch.ones(2))
 
 
 class Nested(nn.Linear):
@@ -277,9 +243,3 @@ def test_tensors_in_dicts_and_lists_are_compared_too(tmp_path: Path, is_copy: bo
     else:
         dcpx.load_pretrained(new, tmp_path)
         assert torch.equal(new.held, old.held) and torch.equal(new.weight, old.weight)
-
-
-@pytest.mark.slow  # 40 s: two processes that import torch
-@pytest.mark.multirank
-def test_two_ranks_load_into_fsdp1_by_every_kind_of_its_state(tmp_path: Path) -> None:
-    run_cases(Path(__file__).with_name("fsdp1_worker.py"), 2, "all", tmp_path)

@@ -1,4 +1,4 @@
-"""One of two ranks of test_load_copies.py: FSDP1, whose `state_dict()` gives copies."""
+"""Loads on two ranks into FSDP1, whose `state_dict()` gives copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import safetensors.torch as st
 import torch
 import torch.distributed as dist
 from support.copying import assert_holds, cloning, plain
-from support.worker import rank_case
+from support.rank_fixture import StartRanks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
@@ -110,8 +110,7 @@ def load_and_manager_hand_copies_over(path: Path, source: nn.Module) -> None:
         assert_fsdp_holds(new, source)
 
 
-@rank_case()
-def main(path: Path) -> None:
+def load_by_every_kind(path: Path) -> None:
     source = plain(7)
     if dist.get_rank() == 0:
         st.save_file(source.state_dict(), path / "model.safetensors")
@@ -121,3 +120,11 @@ def main(path: Path) -> None:
     other_wrappers_are_filled(path, source)
     error_of_one_rank_is_raised_on_all(path, source)
     load_and_manager_hand_copies_over(path, source)
+
+
+@pytest.mark.slow  # 40 s
+@pytest.mark.multirank
+def test_two_ranks_load_into_fsdp1_by_every_kind_of_its_state(
+    tmp_path: Path, ranks: StartRanks
+) -> None:
+    ranks(2)(load_by_every_kind, tmp_path)

@@ -1,19 +1,17 @@
-"""One of two or three ranks of test_export.py."""
+"""dcpx.export by two and three ranks: one artifact, and the error of one on all."""
 
 from __future__ import annotations
 
 import errno
-import re
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from export_cases import assert_artifact
 from support.no_collectives import no_collectives
-from support.worker import rank_case
+from support.rank_fixture import StartRanks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -43,8 +41,7 @@ def sharded(whole: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch
     return state
 
 
-@rank_case()
-def main(path: Path) -> None:
+def export_together(path: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     whole = dense()
@@ -82,27 +79,11 @@ def main(path: Path) -> None:
         assert_artifact(path / "stages", {f"stage{r}": torch.full((50,), r) for r in range(2)})
         with pytest.raises(dcpx.PlanError, match="on rank 1 and"):
             dcpx.export({"w": torch.ones(2 + rank)}, path / "stages")
-    what_ranks_ask_for_differently_is_refused_on_all(path, state, whole)
-
-
-def what_ranks_ask_for_differently_is_refused_on_all(
-    path: Path, state: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]
-) -> None:
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    names = list(whole)
-    calls: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (state, "other", {"keys": [names[rank]]}, f"rank {last}: keys=['{names[last]}'] where"),
-        (path / "ckpt", "other", {"keys": [names[rank]]}, f"rank {last}: keys=['{names[last]}']"),
-        (state, f"p{rank}", {}, f"rank {last}: path="),
-        ((state, path / "ckpt")[rank == last], "other", {}, f"rank {last}: source="),
-    ]
-    for source, out, arguments, words in calls:
-        with pytest.raises(dcpx.PlanError, match=re.escape(words)):
-            dcpx.export(source, path / out, **arguments)
-        dist.barrier()
-        assert not (path / out).exists()
-    dcpx.export(state, path / "other")
-    assert_artifact(path / "other", whole)
+    name = list(whole)[rank]
+    with pytest.raises(dcpx.PlanError, match=rf"rank {world - 1}: keys=.* where"):
+        dcpx.export(state, path / "other", keys=[name])
+    dist.barrier()
+    assert not (path / "other").exists()
 
 
 def failure_of_one_rank_is_raised_on_all(
@@ -124,3 +105,10 @@ def failure_of_one_rank_is_raised_on_all(
     dist.barrier()
     dcpx.export(state, path / "live", overwrite=True)
     assert_artifact(path / "live", whole)
+
+
+@pytest.mark.slow  # 10 s a number of ranks
+@pytest.mark.multirank
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_write_one_artifact_together(tmp_path: Path, ranks: StartRanks, count: int) -> None:
+    ranks(count)(export_together, tmp_path)
