@@ -145,17 +145,9 @@ def test_what_the_format_cannot_hold_is_refused_with_all_names(tmp_path: Path) -
         dcpx.export(state, tmp_path / "out")
     with pytest.raises(dcpx.UnsupportedError, match="sparse"):
         dcpx.export({"s": torch.ones(2, 2).to_sparse()}, tmp_path / "out")
-    for arguments in ({"format": "onnx"}, {"max_shard_bytes": "5 apples"}, {"max_shard_bytes": 0}):
-        with pytest.raises(dcpx.OptionError):
-            dcpx.export(state, tmp_path / "out", **arguments)
     with pytest.raises(dcpx.OptionError):
         dcpx.export(5, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-def test_file_name_in_the_path_is_the_artifacts(tmp_path: Path) -> None:
-    dcpx.export(mixed_state(), tmp_path / "net.safetensors")
-    assert_artifact(tmp_path, mixed_state(), "net")
 
 
 @pytest.mark.parametrize("shard", [1000, "5GB"], ids=["index", "single"])
@@ -163,6 +155,11 @@ def test_any_system_call_that_fails_leaves_the_artifact_that_was_there(
     tmp_path: Path, no_leaks: object, shard: int | str
 ) -> None:
     old, new = {"a": torch.ones(900)}, {"a": torch.zeros(900), "b": torch.ones(700)}
+    _C.arm_fault(0, errno.ENOSPC, "pwrite")
+    with pytest.raises(dcpx.StorageError, match="No space left"):
+        dcpx.export(old, tmp_path, max_shard_bytes=shard)
+    _C.disarm_fault()
+    assert not list(tmp_path.iterdir())
     dcpx.export(old, tmp_path, max_shard_bytes=shard)
     failures = 0
     for nth in range(60):
@@ -200,16 +197,6 @@ def test_commit_that_fails_halfway_leaves_the_artifact_that_was_there(
             dcpx.export(new, tmp_path, max_shard_bytes=1, overwrite=True)
         assert_artifact(tmp_path, old)
         assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_failed_first_export_leaves_nothing(tmp_path: Path, no_leaks: object) -> None:
-    _C.arm_fault(0, errno.ENOSPC, "pwrite")
-    try:
-        with pytest.raises(dcpx.StorageError, match="No space left"):
-            dcpx.export(mixed_state(), tmp_path, max_shard_bytes=1000)
-    finally:
-        _C.disarm_fault()
-    assert not list(tmp_path.iterdir())
 
 
 def test_hole_in_a_checkpoint_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
