@@ -126,16 +126,15 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], type[DcpxError],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_adapter_that_cannot_be_merged_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    config, tensors, error, said = WRONG[name]
+def test_adapter_that_cannot_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     state = {"q.weight": torch.ones(4, 4), "ids.weight": torch.ones(4, 4, dtype=torch.int64)}
     dcpx.save(state, tmp_path / "base")
-    path = adapter(tmp_path / "adapter", tensors, **config)
-    with pytest.raises(error, match=said) as raised:
-        dcpx.export(tmp_path / "base", tmp_path / "out", merge_lora=path)
-    assert str(path) in str(raised.value)
-    assert not list((tmp_path / "out").glob("*"))
+    for name, (config, tensors, error, said) in WRONG.items():
+        path = adapter(tmp_path / name, tensors, **config)
+        with pytest.raises(error, match=said) as raised:
+            dcpx.export(tmp_path / "base", tmp_path / "out", merge_lora=path)
+        assert str(path) in str(raised.value)
+        assert not list((tmp_path / "out").glob("*")), name
 
 
 def test_module_in_memory_is_merged_by_peft(tmp_path: Path) -> None:
@@ -201,7 +200,9 @@ def test_config_copies_configs_and_tokenizer(tmp_path: Path, base: Path) -> None
     assert (tmp_path / "config.json").read_text() == "changed"
 
 
-def test_config_of_the_users_is_not_replaced(tmp_path: Path, base: Path) -> None:
+def test_config_of_the_users_is_not_replaced_and_one_must_be_there(
+    tmp_path: Path, base: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("mine")
@@ -209,13 +210,10 @@ def test_config_of_the_users_is_not_replaced(tmp_path: Path, base: Path) -> None
         dcpx.export(tmp_path / "ckpt", out, config=base)
     assert [path.name for path in out.iterdir()] == ["config.json"]
     assert (out / "config.json").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["empty", "missing"])
-def test_directory_without_a_config_is_refused(tmp_path: Path, base: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(OptionError, match="config"):
-        dcpx.export(base.parent / "ckpt", tmp_path / "out", config=tmp_path / name)
+    for name in ("empty", "missing"):
+        with pytest.raises(OptionError, match="config"):
+            dcpx.export(tmp_path / "ckpt", tmp_path / "other", config=tmp_path / name)
 
 
 def test_command_merges_and_copies(tmp_path: Path, base: Path) -> None:

@@ -30,61 +30,52 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("names", "meant"),
-    [
-        (["model.safetensors", "x.metadata", "model.safetensors.metadata"], "model.safetensors"),
-        (["._model.safetensors", "._.metadata", "x.safetensors"], "x.safetensors"),
-        (["._x.safetensors", "x.safetensors"], "x.safetensors"),
-        (["model.safetensors", ".metadata"], None),
-        (["model.safetensors", "__3.metadata"], None),
-        ([INDEX, *SHARDS, "consolidated.safetensors"], INDEX),
-        (["model.safetensors", INDEX, *SHARDS], "model.safetensors"),
-        ([f"diffusion_pytorch_{INDEX}", *DIFFUSION], f"diffusion_pytorch_{INDEX}"),
-        (
-            ["diffusion_pytorch_model.safetensors", "x.safetensors"],
-            "diffusion_pytorch_model.safetensors",
-        ),
-        (["model.fp16.safetensors.index.json", *FP16], "model.fp16.safetensors.index.json"),
-        (["model.safetensors.index.fp16.json", *LATER], "model.safetensors.index.fp16.json"),
-        ([INDEX, *SHARDS, "model.safetensors.index.fp16.json", *LATER], INDEX),
-        (["model.fp16.safetensors", "pytorch_model.bin"], "model.fp16.safetensors"),
-        (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
-        (["adapter_model.safetensors", "training_args.bin"], "adapter_model.safetensors"),
-        (RANKS, PARTS_NAME),
-        (["pytorch_model.bin", "training_args.bin"], "pytorch_model.bin"),
-        (["adapter_model.bin", "optimizer.bin"], "adapter_model.bin"),
-        (["pytorch_model.bin.index.json", *BINS], "pytorch_model.bin.index.json"),
-        (["pytorch_model.fp16.bin.index.json", *BINS], "pytorch_model.fp16.bin.index.json"),
-        (["pytorch_model.bin.index.json", *BINS, INDEX, *SHARDS], INDEX),
-    ],
-)
-def test_folder_means_the_file_that_hugging_face_s_loaders_take(
-    names: list[str], meant: str | None
-) -> None:
-    for order in (names, names[::-1]):
-        assert file_among(Path("/m"), order) == meant
+MEANT: list[tuple[list[str], str | None]] = [
+    (["model.safetensors", "x.metadata", "model.safetensors.metadata"], "model.safetensors"),
+    (["._model.safetensors", "._.metadata", "x.safetensors"], "x.safetensors"),
+    (["._x.safetensors", "x.safetensors"], "x.safetensors"),
+    (["model.safetensors", ".metadata"], None),
+    (["model.safetensors", "__3.metadata"], None),
+    ([INDEX, *SHARDS, "consolidated.safetensors"], INDEX),
+    (["model.safetensors", INDEX, *SHARDS], "model.safetensors"),
+    ([f"diffusion_pytorch_{INDEX}", *DIFFUSION], f"diffusion_pytorch_{INDEX}"),
+    (
+        ["diffusion_pytorch_model.safetensors", "x.safetensors"],
+        "diffusion_pytorch_model.safetensors",
+    ),
+    (["model.fp16.safetensors.index.json", *FP16], "model.fp16.safetensors.index.json"),
+    (["model.safetensors.index.fp16.json", *LATER], "model.safetensors.index.fp16.json"),
+    ([INDEX, *SHARDS, "model.safetensors.index.fp16.json", *LATER], INDEX),
+    (["model.fp16.safetensors", "pytorch_model.bin"], "model.fp16.safetensors"),
+    (["model-00001-of-00001.safetensors"], "model-00001-of-00001.safetensors"),
+    (["adapter_model.safetensors", "training_args.bin"], "adapter_model.safetensors"),
+    (RANKS, PARTS_NAME),
+    (["pytorch_model.bin", "training_args.bin"], "pytorch_model.bin"),
+    (["adapter_model.bin", "optimizer.bin"], "adapter_model.bin"),
+    (["pytorch_model.bin.index.json", *BINS], "pytorch_model.bin.index.json"),
+    (["pytorch_model.fp16.bin.index.json", *BINS], "pytorch_model.fp16.bin.index.json"),
+    (["pytorch_model.bin.index.json", *BINS, INDEX, *SHARDS], INDEX),
+]
+TOLD: list[tuple[list[str], str]] = [
+    (SHARDS, "files of one model, and no model.safetensors.index.json"),
+    (SHARDS[1:], "files of one model"),
+    ([*RANKS, *SHARDS], "files of one model"),
+    (["a.safetensors", "b.safetensors"], "'a.safetensors', 'b.safetensors': name one"),
+    (["model.fp16.safetensors", "model.bf16.safetensors"], "name one, such as"),
+    (["model.fp16.safetensors.index.json", *FP16, "x.safetensors"], "name one, such as"),
+    (["x.metadata", "training_args.bin"], "no committed checkpoint"),
+    ([INDEX, *SHARDS, *RANKS], f"holds '{INDEX}' and 2 files of ranks"),
+]
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (SHARDS, "files of one model, and no model.safetensors.index.json"),
-        (SHARDS[1:], "files of one model"),
-        ([*RANKS, *SHARDS], "files of one model"),
-        (["a.safetensors", "b.safetensors"], "'a.safetensors', 'b.safetensors': name one"),
-        (["model.fp16.safetensors", "model.bf16.safetensors"], "name one, such as"),
-        (["model.fp16.safetensors.index.json", *FP16, "x.safetensors"], "name one, such as"),
-        (["x.metadata", "training_args.bin"], "no committed checkpoint"),
-        ([INDEX, *SHARDS, *RANKS], f"holds '{INDEX}' and 2 files of ranks"),
-    ],
-)
-def test_folder_that_means_nothing_or_several_says_what_it_holds(
-    names: list[str], text: str
-) -> None:
-    with pytest.raises(NotCommittedError) as raised:
-        file_among(Path("/m"), names)
-    assert text in str(raised.value)
+def test_folder_means_the_file_that_hugging_face_s_loaders_take_or_says_what_it_holds() -> None:
+    for names, meant in MEANT:
+        for order in (names, names[::-1]):
+            assert file_among(Path("/m"), order) == meant, names
+    for names, text in TOLD:
+        with pytest.raises(NotCommittedError) as raised:
+            file_among(Path("/m"), names)
+        assert text in str(raised.value), names
 
 
 def test_names_of_files_and_indices_are_known() -> None:
@@ -123,13 +114,14 @@ def test_index_of_bins_is_refused_with_a_way_that_works(tmp_path: Path) -> None:
     assert torch.equal(dcpx.load_tensors(tmp_path / "out")["a"], new)
 
 
-@pytest.mark.parametrize("call", [dcpx.load_tensors, dcpx.verify, dcpx.inspect, dcpx.stats])
-def test_every_door_names_the_files_of_which_none_is_meant(
-    tmp_path: Path, call: Callable[[Path], Any]
-) -> None:
+def test_every_door_names_the_files_of_which_none_is_meant(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         st.save_file({"w": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(NotCommittedError, match=r"holds 'a.safetensors', 'b"):
-        call(tmp_path)
+    calls: list[Callable[[Path], Any]] = [
+        dcpx.load_tensors, dcpx.verify, dcpx.inspect, dcpx.stats
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(NotCommittedError, match=r"holds 'a.safetensors', 'b"):
+            call(tmp_path)
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 2 and "holds 'a.safetensors'" in result.output

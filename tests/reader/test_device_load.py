@@ -71,45 +71,37 @@ def driver_of_the_test(fake_device_memory: FakeCuda) -> None:
 # ---- What is read -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", [device_0, everywhere])
-@pytest.mark.parametrize(("version", "has_kernel"), DRIVERS)
+@pytest.mark.parametrize(
+    ("driver", "place"),
+    [*zip(DRIVERS, 2 * [device_0, everywhere], strict=True), (DRIVERS[3], device_0)],
+)
 def test_state_on_devices_is_loaded_bit_for_bit(
     fake_cuda: FakeCuda,
     tmp_path: Path,
     seed: int,
+    driver: tuple[int, bool],
     place: Callable[[str], int],
-    version: int,
-    has_kernel: bool,
 ) -> None:
-    use_driver(fake_cuda, version, has_kernel)
+    use_driver(fake_cuda, *driver)
     expected = odd_state(seed)
     del expected["expanded"], expected["repeated"]  # no memory to load them into
-    save(expected, tmp_path, "stock" if has_kernel else "ours")
+    save(expected, tmp_path, "stock" if driver == DRIVERS[3] else "ours")
     target = moved(fake_cuda, blank(expected), place)
-    load(target, tmp_path)
+    if driver == DRIVERS[1]:
+        dcpx_load(target, tmp_path, options=options())
+    else:
+        load(target, tmp_path)
     assert_same(expected, on_host(fake_cuda, target))
 
 
-@pytest.mark.parametrize("verify", ["blocks", "none"])
-def test_direct_reads_go_to_devices_bit_for_bit(
-    fake_cuda: FakeCuda, tmp_path: Path, verify: str
-) -> None:
+def test_direct_reads_go_to_devices_bit_for_bit(fake_cuda: FakeCuda, tmp_path: Path) -> None:
     expected = {**tensors(3, 900 * KIB), **{f"s{i}": torch.arange(40.0) + i for i in range(99)}}
     save(expected, tmp_path)
-    drop_cache(tmp_path)
-    target = moved(fake_cuda, blank(expected), everywhere)
-    load(target, tmp_path, verify=verify)
-    assert_same(expected, on_host(fake_cuda, target))
-
-
-def test_dcpx_load_fills_device_memory_as_dcp_load_does(
-    fake_cuda: FakeCuda, tmp_path: Path
-) -> None:
-    expected = {"a": torch.randn(300, 700), "b": {"c": torch.arange(9), "d": 3}}
-    save(expected, tmp_path)
-    target = moved(fake_cuda, blank(expected), device_0)
-    dcpx_load(target, tmp_path, options=options())
-    assert_same(expected, on_host(fake_cuda, target))
+    for verify in ("blocks", "none"):
+        drop_cache(tmp_path)
+        target = moved(fake_cuda, blank(expected), everywhere)
+        load(target, tmp_path, verify=verify)
+        assert_same(expected, on_host(fake_cuda, target))
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -263,13 +255,6 @@ def load_behind_a_step(fake: FakeCuda, path: Path, seed: int) -> None:
     assert_same(expected, on_host(fake, target))
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_load_comes_behind_what_the_current_stream_had_queued(
-    fake_cuda: FakeCuda, tmp_path: Path, number: int
-) -> None:
-    load_behind_a_step(fake_cuda, tmp_path / "ckpt", number)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hundred", range(10))
 def test_load_comes_behind_what_the_current_stream_had_queued_by_any_seed(
@@ -290,11 +275,12 @@ def load_through_two_slots(fake: FakeCuda, path: Path, seed: int) -> None:
     assert_same(expected, on_host(fake, target))
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_slot_is_filled_again_when_its_copies_are_done(
-    fake_cuda: FakeCuda, tmp_path: Path, number: int
+def test_loads_come_behind_the_current_stream_and_fill_slots_whose_copies_are_done(
+    fake_cuda: FakeCuda, tmp_path: Path
 ) -> None:
-    load_through_two_slots(fake_cuda, tmp_path / "ckpt", number)
+    for number in range(6):
+        load_behind_a_step(fake_cuda, tmp_path / "step", number)
+        load_through_two_slots(fake_cuda, tmp_path / "slots", number)
 
 
 @pytest.mark.slow

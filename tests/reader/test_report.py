@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import pickle
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_cases
+from support.rank_fixture import StartRanks
 from support.saves import data_files, raises_one, read_footer, save
 from support.slow_states import SLOW, CopyingPlanner, windowed_state
 from support.states import mixed_state
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from torch_dcpx import DcpxWriter, WriteOptions
+from torch_dcpx import DcpxReader, DcpxWriter, WriteOptions
 from torch_dcpx.reports import WriteReport, saved_line
 from torch_dcpx.storage.names import FileEntry
 from torch_dcpx.timelines import Timeline
 from torch_dcpx.writer.files import Written
-
-WORKER = Path(__file__).with_name("report_worker.py")
 
 
 def report_of(path: Path, state: Any, planner: Any = None, **kwargs: Any) -> WriteReport:
@@ -81,18 +83,13 @@ def test_large_tensors_are_written_in_place_as_the_options_say(
     assert report.slot_bytes <= WriteOptions().resolved_memory_bytes()
 
 
-def test_payload_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
-    state = {"a": torch.zeros(1000), "b": torch.zeros(3, 5).t(), "c": torch.zeros(0)}
-    assert report_of(tmp_path, state).payload_bytes == 4060
-    assert report_of(tmp_path, {}).file_bytes == 0
-
-
 @pytest.mark.parametrize("options", [WriteOptions(), SLOW], ids=["one window", "windows"])
 def test_payload_bytes_are_those_of_the_footers_also_for_python_values(
     tmp_path: Path, options: WriteOptions
 ) -> None:
     state = {f"v{i}": i for i in range(2000)} | {"text": "é" * 99, "w": torch.zeros(9), "l": {1}}
     report = report_of(tmp_path, state, options=options)
+    assert report_of(tmp_path / "none", {}).file_bytes == 0
     rows = [row for name in data_files(tmp_path) for row in read_footer(tmp_path / name).rows]
     assert report.payload_bytes == sum(row.payload_bytes for row in rows)
 
@@ -138,14 +135,12 @@ def test_engine_time_is_shared_out_by_what_workers_did(
     report = written.report(workers, 4.5)
     assert (report.copy_s, report.write_s, report.fsync_s) == expected
     assert (report.prepare_s, report.commit_s, report.total_s) == (0.5, 0.0, 4.5)
-    done = report.committed(4.75)
+    done, none = (
+        report.committed(4.75),
+        written_of(0, copy_ns=0, write_ns=0, fsync_ns=0, engine_ns=0),
+    )
+    assert none.report(4, 0.0).gb_per_s == 0.0
     assert (done.prepare_s, done.commit_s, done.total_s) == (0.5, 0.25, 4.75)
-
-
-def test_an_engine_that_did_nothing_is_no_division_by_zero() -> None:
-    written = written_of(0, copy_ns=0, write_ns=0, fsync_ns=0, engine_ns=0)
-    report = written.report(4, 0.0)
-    assert (report.gb_per_s, report.total_s) == (0.0, 0.0)
 
 
 def test_line_says_bytes_rate_phases_and_files() -> None:
@@ -198,12 +193,6 @@ def test_a_failed_save_logs_no_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert writer.last_report.commit_s == 0.0
 
 
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path) -> None:
-    run_cases(WORKER, 2, "all", tmp_path)
-
-
 class KeepingPlanner(DefaultSavePlanner):
     """Brings the same metadata for every save, with planner data that are pickled as they are."""
 
@@ -227,3 +216,107 @@ def test_report_rides_on_the_metadata_of_an_asynchronous_save_and_in_no_file(
         assert metadata.dcpx_report == writer.last_report
         assert metadata.dcpx_report.commit_s > 0
         assert b"dcpx_report" not in (tmp_path / ".metadata").read_bytes()
+
+
+# ---- On two ranks --------------------------------------------------------------------------------
+
+
+class Lines(logging.Handler):
+    """What the package's logger said on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def state_of(rank: int, numel: int) -> dict[str, Any]:
+    return {f"rank{rank}.t{i}": torch.full((numel,), float(rank + i)) for i in range(4)}
+
+
+def report_and_line(path: Path, lines: Lines) -> None:
+    """Each rank reports what it wrote itself; the coordinator alone commits, and logs."""
+    rank = dist.get_rank()
+    calls: list[tuple[int, int]] = []
+    options = WriteOptions(files_per_rank=1 + rank, progress=lambda *call: calls.append(call))
+    writer = DcpxWriter(path, options=options)
+    dcp.save(state_of(rank, 50_000 * (1 + rank)), storage_writer=writer)
+    report = writer.last_report
+    assert report is not None
+    assert (report.items, report.files) == (4, 1 + rank)
+    assert report.payload_bytes == 4 * 200_000 * (1 + rank)
+    assert calls[0] == (0, report.payload_bytes)
+    assert calls[-1] == (report.payload_bytes, report.payload_bytes)
+    assert (report.commit_s > 0) is (rank == 0)
+    if rank == 1:
+        assert lines.lines == []
+        return
+    (line,) = lines.lines
+    nbytes = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert line.startswith(f"saved '{path}': {nbytes / 1e6:.2f} MB by 2 ranks; ")
+    assert line.endswith("; 4 parts, 1 file on this rank")
+
+
+def bar_of_the_coordinator(path: Path) -> None:
+    before, sys.stderr = sys.stderr, Terminal()
+    writer = DcpxWriter(path, options=WriteOptions(progress=True))
+    dcp.save(state_of(dist.get_rank(), 1000), storage_writer=writer)
+    shown, sys.stderr = sys.stderr.getvalue(), before
+    assert ("100%" in shown) is (dist.get_rank() == 0), shown
+
+
+def interrupted_rank(path: Path) -> None:
+    """Ctrl-C on one rank fails the save on all; nothing is published, its files are gone."""
+    rank = dist.get_rank()
+    dcp.save(state_of(rank, 1000), storage_writer=DcpxWriter(path))
+    before = {file.name for file in path.iterdir()}
+    dist.barrier()
+
+    def interrupt(done_bytes: int, total_bytes: int) -> None:
+        if rank == 1 and done_bytes == total_bytes:
+            raise KeyboardInterrupt
+
+    options = WriteOptions(files_per_rank=3, progress=interrupt)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state_of(rank, 2000), storage_writer=DcpxWriter(path, options=options))
+    assert list(caught.value.failures) == [1]
+    assert isinstance(caught.value.failures[1][0], KeyboardInterrupt)
+    dist.barrier()
+    left = {file.name for file in path.iterdir()} - before
+    assert [name for name in left if name.startswith("__1_")] == []
+    target = {name: torch.zeros(1000) for name in state_of(rank, 1)}
+    dcp.load(target, storage_reader=DcpxReader(path))
+    assert all(torch.equal(target[k], v) for k, v in state_of(rank, 1000).items())
+
+
+def rank_local(path: Path, lines: Lines) -> None:
+    """Without collectives every rank commits for itself, and says so."""
+    lines.lines.clear()
+    writer = DcpxWriter(path)
+    dcp.save(state_of(dist.get_rank(), 100), storage_writer=writer, use_collectives=False)
+    assert writer.last_report is not None
+    assert writer.last_report.commit_s > 0
+    assert [line.split(":")[0] for line in lines.lines] == [f"saved '{path}'"]
+
+
+def report_on_each(root: Path) -> None:
+    lines = Lines()
+    logging.getLogger("torch_dcpx").addHandler(lines)
+    logging.getLogger("torch_dcpx").setLevel(logging.INFO)
+    report_and_line(root / "report", lines)
+    bar_of_the_coordinator(root / "bar")
+    interrupted_rank(root / "interrupted")
+    rank_local(root / "local", lines)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+def test_each_of_two_ranks_reports_its_own_part(tmp_path: Path, ranks: StartRanks) -> None:
+    ranks(2, anew=True)(report_on_each, tmp_path)

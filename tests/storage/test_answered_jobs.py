@@ -116,6 +116,13 @@ def test_job_that_moves_is_waited_for_as_long_as_it_takes(job: Job, call: str) -
         assert CALLS[call](job) == "done"
 
 
+def wait_until_said(job: Job, said: list[str]) -> None:
+    deadline = time.monotonic() + seconds(30)
+    while job.said != said:
+        assert time.monotonic() < deadline, job.said
+        time.sleep(0.01)
+
+
 def test_write_that_was_left_removes_its_own_files_when_it_ends(job: Job) -> None:
     made = AnsweredWriteJob(job, job.path)
     with wait_at_most(StorageTimeout(BOUND_S, "save_timeout_s")), pytest.raises(StorageError):
@@ -124,11 +131,8 @@ def test_write_that_was_left_removes_its_own_files_when_it_ends(job: Job) -> Non
     assert made.created() == []
     assert job.said == []
     job.goes_on.set()
-    deadline = time.monotonic() + seconds(30)
-    while (job.path / "left.distcp").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert job.said == ["abandon"]
+    wait_until_said(job, ["abandon"])
+    assert not (job.path / "left.distcp").exists()
 
 
 def test_write_that_was_left_is_tidied_up_by_its_own_thread_alone(
@@ -150,10 +154,7 @@ def test_write_that_was_left_is_tidied_up_by_its_own_thread_alone(
     made.abandon()  # of the caller, while the thread of the call does so
     assert made.created() == job.said == []
     goes_on.set()
-    deadline = time.monotonic() + seconds(30)
-    while job.said != ["abandon"]:
-        assert time.monotonic() < deadline, job.said
-        time.sleep(0.01)
+    wait_until_said(job, ["abandon"])
 
 
 def test_read_that_was_left_is_told_so_at_once_and_closed_when_it_ends(job: Job) -> None:
@@ -163,10 +164,7 @@ def test_read_that_was_left_is_told_so_at_once_and_closed_when_it_ends(job: Job)
     made.close()
     assert job.said == ["leave"]
     job.goes_on.set()
-    deadline = time.monotonic() + seconds(30)
-    while job.said != ["leave", "close"]:
-        assert time.monotonic() < deadline, job.said
-        time.sleep(0.01)
+    wait_until_said(job, ["leave", "close"])
 
 
 def test_places_on_shared_file_systems_save_load_and_verify_by_such_jobs(

@@ -1,4 +1,4 @@
-"""The save lock where single system calls on its file fail or do less than was asked."""
+"""The save lock where calls on its file fail or do less than was asked, or it is no such file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import fcntl
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import RunPython
 from support.machine import seconds
+from support.saves import assert_whole, save
+from support.states import mixed_state
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import ConcurrentSaveError, StorageError
 from torch_dcpx.storage import save_lock as lock
@@ -35,14 +38,19 @@ def taken(directory: Directory) -> SaveLock:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_record_is_whole_where_writes_are_short(
+def test_record_is_whole_where_writes_are_short_and_left_out_where_they_move_nothing(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.pwrite
+    write, answers = os.pwrite, iter([0] * 10)  # a file system in user space may say so
 
     def half(fd: int, data: bytes, offset: int) -> int:
         return write(fd, data[: (len(data) + 1) // 2], offset)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(lock.os, "pwrite", lambda *_: next(answers))
+        held = taken(directory)
+        assert held.is_held
+        held.release(has_ended_well=True)
     monkeypatch.setattr(lock.os, "pwrite", half)
     held = taken(directory)
     (line,) = (directory.path / NAME).read_text().splitlines()
@@ -51,17 +59,6 @@ def test_record_is_whole_where_writes_are_short(
     again = taken(directory)
     assert again.left_by == "this machine"
     again.release(has_ended_well=True)
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_write_that_moves_nothing_leaves_the_record_out(
-    directory: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([0] * 10)  # a file system in user space may say so
-    monkeypatch.setattr(lock.os, "pwrite", lambda *_: next(answers))
-    held = taken(directory)
-    assert held.is_held
-    held.release(has_ended_well=True)
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -84,15 +81,15 @@ def test_lock_file_that_may_not_be_made_is_no_missing_file(
 
 
 @pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("call", ["pread", "fstat"])
-def test_lock_file_that_cannot_be_read_is_a_storage_error_and_leaves_nothing_held(
+@pytest.mark.parametrize("call", ["pread", "fstat", "flock"])
+def test_lock_file_that_cannot_be_read_or_locked_is_a_storage_error_and_leaves_nothing_held(
     directory: Directory, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(lock.os, call, fail)
+        patch.setattr(lock.fcntl if call == "flock" else lock.os, call, fail)
         with pytest.raises(StorageError) as caught:
             taken(directory)
     assert (caught.value.errno, caught.value.path) == (errno.EIO, str(directory.path / NAME))
@@ -193,6 +190,59 @@ def test_record_is_emptied_while_its_file_is_open(
     other.join(seconds(60))
     assert was_open == [True]
     assert (directory.path / NAME).read_bytes() == b""
+
+
+# ---- Something else in place of the lock file ----------------------------------------------------
+
+SECRET = b"somebody else's\n"
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # a socket's name is short
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+PLANTS: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "socket": make_socket,
+    "link": lambda path: path.symlink_to("../secret"),
+    "dangling link": lambda path: path.symlink_to("../new"),
+}
+
+
+def test_lock_file_that_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    for kind, plant in PLANTS.items():
+        path = tmp_path / kind / "ckpt"
+        path.mkdir(parents=True)
+        (tmp_path / kind / "secret").write_bytes(SECRET)
+        plant(path / NAME)
+        with pytest.raises(CheckpointException) as caught:
+            save(mixed_state(), path)
+        error = caught.value.failures[0][0]
+        assert type(error) is StorageError, repr(error)
+        assert error.path == str(path / NAME)
+        assert sorted(os.listdir(path.parent)) == ["ckpt", "secret"]
+        assert (tmp_path / kind / "secret").read_bytes() == SECRET
+        assert os.listdir(path) == [NAME]
+
+
+def test_lock_file_of_two_names_is_locked_and_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / ".dcpx.lock").hardlink_to(tmp_path / "secret")
+    for _ in range(2):
+        save(mixed_state(), tmp_path / "ckpt")
+    assert (tmp_path / "secret").read_bytes() == SECRET
+    assert "has 2 names" in caplog.text
+    assert_whole(mixed_state(), tmp_path / "ckpt")
 
 
 FORKED = """

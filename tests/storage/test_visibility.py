@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,34 +107,27 @@ def test_late_looks_are_repeated_until_one_sees(shared: Path, slept: list[float]
     assert slept == sorted(slept) and len(slept) == 4
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_what_no_look_mends_is_raised_at_once(shared: Path, slept: list[float]) -> None:
+    for error in (
         NotCommittedError("nothing", errno=errno.ENOENT),
         StorageError("io", errno=errno.EIO),
         StorageError("down", errno=errno.ENOTCONN),
         UnsafePickleError("code"),
         DcpxError("other"),
-    ],
-)
-def test_what_no_look_mends_is_raised_at_once(
-    shared: Path, slept: list[float], error: DcpxError
-) -> None:
-    looks = Looks(error)
-    with pytest.raises(type(error)):
-        look_until_seen(shared, 30.0, looks)
-    assert (looks.count, slept) == (1, [])
+    ):
+        looks = Looks(error)
+        with pytest.raises(type(error)):
+            look_until_seen(shared, 30.0, looks)
+        assert (looks.count, slept) == (1, [])
 
 
-@pytest.mark.parametrize("error", late_errors(), ids=str)
-def test_a_disk_of_this_node_is_looked_at_once(
-    tmp_path: Path, slept: list[float], error: DcpxError
-) -> None:
+def test_a_disk_of_this_node_is_looked_at_once(tmp_path: Path, slept: list[float]) -> None:
     note_saved(tmp_path, "1" * 32)
-    looks = Looks(error)
-    with pytest.raises(type(error)):
-        look_until_seen(tmp_path, 30.0, looks)
-    assert (looks.count, slept) == (1, [])
+    for error in late_errors():
+        looks = Looks(error)
+        with pytest.raises(type(error)):
+            look_until_seen(tmp_path, 30.0, looks)
+        assert (looks.count, slept) == (1, [])
 
 
 def test_looks_end_and_say_where_for_how_long_and_what_was_expected(
@@ -208,21 +200,15 @@ def test_notes_of_many_saves_to_one_path_are_bounded(tmp_path: Path) -> None:
     assert known.before[-1] == f"{998:032x}"
 
 
-@pytest.mark.parametrize("times", [0, 1, 5])
-def test_a_load_of_two_saves_begins_anew(slept: list[float], times: int) -> None:
-    stale = [StorageError("replaced", errno=errno.ESTALE) for _ in range(times)]
-    assert until_of_one_save(Looks(*stale)) == times + 1
-    assert 0 <= sum(slept) <= 3.5
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: StorageError("x", errno=errno.ESTALE), lambda: CorruptionError("x")]
-)
-def test_a_load_begins_anew_only_so_often(
-    slept: list[float], make: Callable[[], DcpxError]
-) -> None:
-    error = make()
-    looks = Looks(*[make() for _ in range(9)])
-    with pytest.raises(type(error)):
-        until_of_one_save(looks)
-    assert looks.count == (6 if is_of_another_save(error) else 1)
+def test_a_load_of_two_saves_begins_anew_and_only_so_often(slept: list[float]) -> None:
+    for times in (0, 1, 5):
+        stale = [StorageError("replaced", errno=errno.ESTALE) for _ in range(times)]
+        assert until_of_one_save(Looks(*stale)) == times + 1
+    assert 0 <= sum(slept) <= 2 * 3.5
+    other: DcpxError
+    for other, count in ((StorageError("x", errno=errno.ESTALE), 6), (CorruptionError("x"), 1)):
+        looks = Looks(*[other] * 9)
+        with pytest.raises(type(other)):
+            until_of_one_save(looks)
+        assert looks.count == count
+        assert is_of_another_save(other) == (count == 6)

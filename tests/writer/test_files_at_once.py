@@ -12,7 +12,7 @@ from support.engine_jobs import SLOT_BYTES, scratch, write
 
 from torch_dcpx import _C, StorageError
 
-SEGMENTS = 3  # of each file
+SEGMENTS = 2  # of each file
 
 
 ITEMS = [torch.full((SEGMENTS * SLOT_BYTES,), number, dtype=torch.uint8) for number in range(6)]

@@ -21,14 +21,6 @@ def several(files: int, **kwargs: Any) -> WriteOptions:
     return WriteOptions(files_per_rank=files, **kwargs)
 
 
-@pytest.mark.parametrize("files", [2, 3, 256])
-def test_several_files_load_with_stock_and_ours(tmp_path: Path, files: int) -> None:
-    save(mixed_state(), tmp_path, options=several(files))
-    items = len(dcp.FileSystemReader(tmp_path).read_metadata().storage_data)
-    assert len(data_files(tmp_path)) == min(files, items)
-    assert_whole(mixed_state(), tmp_path)
-
-
 def test_files_hold_what_a_rank_has_in_equal_parts(tmp_path: Path) -> None:
     state = {f"t{i}": torch.zeros(100_000 * i, dtype=torch.uint8) for i in range(1, 9)}
     save(state, tmp_path, options=several(4))
@@ -40,9 +32,10 @@ def test_files_hold_what_a_rank_has_in_equal_parts(tmp_path: Path) -> None:
 
 
 def test_saves_with_other_numbers_of_files_replace_each_other(tmp_path: Path) -> None:
-    for seed, files in enumerate([3, 1, 5, 2, 2]):
+    for seed, files in enumerate([3, 1, 256, 2, 2]):
         save(mixed_state(seed), tmp_path, options=several(files))
-        assert len(data_files(tmp_path)) == files
+        items = len(dcp.FileSystemReader(tmp_path).read_metadata().storage_data)
+        assert len(data_files(tmp_path)) == min(files, items)
         assert_whole(mixed_state(seed), tmp_path)
     save(mixed_state(9), tmp_path, single_file_per_rank=False)
     assert_whole(mixed_state(9), tmp_path)

@@ -44,27 +44,28 @@ def collect(path: Path) -> None:
         remove_leftovers(path)
 
 
-@pytest.mark.parametrize("listings", range(1, 6))
 @pytest.mark.parametrize("call", [tidy_before_a_save, end_a_removal, collect])
 def test_data_of_metadata_that_a_later_listing_leaves_out_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], None], listings: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], None]
 ) -> None:
-    path = tmp_path / "step-1"
-    with CheckpointManager(tmp_path, async_save=False, no_dist=True) as manager:
-        manager.save(1, state={"x": torch.arange(6.0)})
-        manager.wait()
-    before = data_files(path)
-    real, seen = PosixPlace.names, []
+    real = PosixPlace.names
+    for listings in range(1, 6):
+        root, seen = tmp_path / str(listings), []
+        path = root / "step-1"
+        with CheckpointManager(root, async_save=False, no_dist=True) as manager:
+            manager.save(1, state={"x": torch.arange(6.0)})
+        before = data_files(path)
 
-    def names(self: PosixPlace) -> list[str]:
-        found = real(self)
-        seen.append(METADATA_NAME in found)
-        late = self.path == path and len(seen) > listings
-        return [name for name in found if not (late and name == METADATA_NAME)]
+        def names(self: PosixPlace) -> list[str]:
+            found = real(self)
+            seen.append(METADATA_NAME in found)  # noqa: B023
+            late = self.path == path and len(seen) > listings  # noqa: B023
+            return [name for name in found if not (late and name == METADATA_NAME)]
 
-    monkeypatch.setattr(PosixPlace, "names", names)
-    try:
-        call(path)
-    except pytest.fail.Exception:
-        assert listings > 1  # it has seen enough
-    assert set(before) <= set(data_files(path))
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixPlace, "names", names)
+            try:
+                call(path)
+            except pytest.fail.Exception:
+                assert listings > 1  # it has seen enough
+        assert set(before) <= set(data_files(path)), listings

@@ -264,7 +264,7 @@ class MakesTensors(DefaultSavePlanner):
         return self.alive.bytes_io(hp.saved(torch.zeros(3 * MIB, dtype=torch.uint8)))
 
 
-TENSORS = {f"t{i}": torch.full((MIB,), float(i)) for i in range(24)}  # 4 MiB each
+TENSORS = {f"t{i}": torch.full((MIB,), float(i)) for i in range(12)}  # 4 MiB each
 BOUNDED = WriteOptions(workers=2, slot_bytes=MIB, host_memory_bytes=20 * MIB, durability="none")
 
 
@@ -295,17 +295,17 @@ def test_temporaries_of_a_hook_set_on_the_instance_stay_within_one_window(tmp_pa
 def test_byte_items_of_a_save_stay_within_one_window_and_one_item(tmp_path: Path) -> None:
     alive = Alive()
     dcp.save(
-        dict.fromkeys(map(str, range(24)), 0),
+        dict.fromkeys(map(str, range(12)), 0),
         storage_writer=bounded_writer(tmp_path),
         planner=MakesTensors(alive, torch.float32),
         no_dist=True,
     )
-    assert (alive.made, alive.nbytes) == (24, 0)
+    assert (alive.made, alive.nbytes) == (12, 0)
     assert alive.peak_bytes <= 20 * MIB + 4 * MIB  # what the next one takes is known too late
 
 
 def test_item_larger_than_the_window_is_alive_alone(tmp_path: Path) -> None:
-    state = {f"t{i}": torch.full((6 * MIB,), float(i)) for i in range(3)}  # 24 MiB each
+    state = {f"t{i}": torch.full((6 * MIB,), float(i)) for i in range(2)}  # 24 MiB each
     alive = Alive()
     dcp.save(state, storage_writer=bounded_writer(tmp_path),
              planner=MakesTensors(alive, torch.float32), no_dist=True)  # fmt: skip
