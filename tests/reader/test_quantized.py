@@ -125,27 +125,25 @@ def test_part_of_a_quantized_tensor_takes_values_of_its_own_scale_alone(tmp_path
     assert state["xy"].dequantize().sum() == 12.0
 
 
-@pytest.mark.parametrize(
-    ("saved", "target", "text"),
-    [
-        (per_tensor, per_channel, "'w' is stored as torch.qint8, torch.per_tensor_aff"),
-        (per_channel, per_tensor, "'w' is stored as torch.qint8, torch.per_channel_aff"),
-        (per_tensor, lambda _: torch.zeros(2, 3), "which torch does not copy to torch.float32"),
-        (per_tensor, quint8, "which torch does not copy to torch.quint8"),
-        (compressed, lambda _: torch.zeros(3, 3), "sparse_csr of 3 .*has torch.strided"),
-        (
-            compressed,
-            lambda _: torch.ones(3, 3).to_sparse_csr(),
-            "sparse_csr of 3 elements, and the state has torch.sparse_csr of 9 elements",
-        ),
-    ],
-)
-def test_target_of_another_kind_is_refused_by_name(
-    tmp_path: Path, saved: Any, target: Any, text: str
-) -> None:
-    dcpx.save({"w": saved(0.1)}, tmp_path, no_dist=True)
-    with pytest.raises(UnsupportedError, match=text):
-        dcpx.load({"w": target(0.1)}, tmp_path, cast="allow", no_dist=True)
+OTHERS: list[tuple[Any, Any, str]] = [
+    (per_tensor, per_channel, "'w' is stored as torch.qint8, torch.per_tensor_aff"),
+    (per_channel, per_tensor, "'w' is stored as torch.qint8, torch.per_channel_aff"),
+    (per_tensor, lambda _: torch.zeros(2, 3), "which torch does not copy to torch.float32"),
+    (per_tensor, quint8, "which torch does not copy to torch.quint8"),
+    (compressed, lambda _: torch.zeros(3, 3), "sparse_csr of 3 .*has torch.strided"),
+    (
+        compressed,
+        lambda _: torch.ones(3, 3).to_sparse_csr(),
+        "sparse_csr of 3 elements, and the state has torch.sparse_csr of 9 elements",
+    ),
+]
+
+
+def test_target_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    for saved, target, text in OTHERS:
+        dcpx.save({"w": saved(0.1)}, tmp_path, no_dist=True)
+        with pytest.raises(UnsupportedError, match=text):
+            dcpx.load({"w": target(0.1)}, tmp_path, cast="allow", no_dist=True)
 
 
 def test_compressed_tensor_comes_back_into_one_of_as_many_elements(tmp_path: Path) -> None:

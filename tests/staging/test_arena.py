@@ -193,12 +193,11 @@ def test_place_behind_the_arena_is_refused() -> None:
         _C.snapshot(arena, _C.StageTable([(0, 1, (200,), (1,), -1, None)]), 1)
 
 
-@pytest.mark.parametrize(
-    "entry", [(0, 1, (2,)), (0, 1, (2,), (1, 1)), (0, 0, (2,), (1,)), (-1, 1, (2,), (1,)), 7]
-)
-def test_broken_entries_of_a_table_are_errors(entry: Any) -> None:
-    with pytest.raises((OverflowError, TypeError, ValueError)):
-        _C.StageTable([entry])
+def test_broken_entries_of_a_table_are_errors() -> None:
+    short: list[Any] = [(0, 1, (2,)), (0, 1, (2,), (1, 1)), (0, 0, (2,), (1,)), 7]
+    for entry in (*short, (-1, 1, (2,), (1,))):
+        with pytest.raises((OverflowError, TypeError, ValueError)):
+            _C.StageTable([entry])
 
 
 def test_attached_arena_shows_the_bytes_and_tells_the_owner_what_was_written() -> None:

@@ -55,37 +55,22 @@ def reshaping(change: Callable[[torch.Tensor], torch.Tensor]) -> DefaultSavePlan
     return Reshapes()
 
 
-def waves() -> WriteOptions:
-    return WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)
-
-
+WAVES = WriteOptions(host_memory_bytes=1 << 19, workers=1, slot_bytes=1 << 18)
+# Before the last tensor of the state is asked for these fit into a wave, and would be written.
+LARGE = {"large": torch.ones(1 << 17), "more": torch.ones(1 << 17)}
 Way = Callable[[dict[str, Any], Path, Any], Any]
-
-
-def _save(state: dict[str, Any], path: Path, planner: Any) -> Any:
-    return dcpx.save(state, path, planner=planner, no_dist=True)
-
-
-def _async_save(state: dict[str, Any], path: Path, planner: Any) -> Any:
-    return dcpx.async_save(state, path, planner=planner, no_dist=True).result(seconds(60))
-
-
-def _waves(state: dict[str, Any], path: Path, planner: Any) -> Any:
-    # The first wave fits, and would be written before the last tensor is asked for.
-    state = {"large": torch.ones(1 << 17), "more": torch.ones(1 << 17), **state}
-    options = waves()
-    return dcpx.async_save(state, path, planner=planner, no_dist=True, options=options).result(
-        seconds(60)
-    )
-
-
-def _dcp_save(state: dict[str, Any], path: Path, planner: Any) -> Any:
-    dcp.save(state, storage_writer=DcpxWriter(path), planner=planner, no_dist=True)
-
-
 WAYS: dict[str, Way] = {
-    "save": _save, "async_save": _async_save, "waves": _waves, "dcp.save": _dcp_save
-}  # fmt: skip
+    "save": lambda state, path, planner: dcpx.save(state, path, planner=planner, no_dist=True),
+    "async_save": lambda state, path, planner: dcpx.async_save(
+        state, path, planner=planner, no_dist=True
+    ).result(seconds(60)),
+    "waves": lambda state, path, planner: dcpx.async_save(
+        {**LARGE, **state}, path, planner=planner, no_dist=True, options=WAVES
+    ).result(seconds(60)),
+    "dcp.save": lambda state, path, planner: dcp.save(
+        state, storage_writer=DcpxWriter(path), planner=planner, no_dist=True
+    ),
+}
 
 
 @pytest.fixture(params=WAYS)
@@ -180,8 +165,10 @@ def test_piece_of_a_kept_plan_that_the_tensor_has_outgrown_is_refused(
     planner = DcpxSavePlanner(enable_plan_caching=is_kept)
     with as_rank(0, 1):
         even = DTensor.from_local(WHOLE, mesh_of((1,)), [Shard(0)], run_check=False)
-        _save({"w": even}, tmp_path, planner)
-        assert_refused(lambda: _save({"w": odd(0, 1)}, tmp_path, planner), tmp_path, "[10, 3]")
+        WAYS["save"]({"w": even}, tmp_path, planner)
+        assert_refused(
+            lambda: WAYS["save"]({"w": odd(0, 1)}, tmp_path, planner), tmp_path, "[10, 3]"
+        )
 
 
 def test_tensor_resized_after_it_was_planned_is_refused_before_a_file_is_made(
@@ -226,7 +213,7 @@ def test_planner_that_makes_the_planned_shape_of_an_odd_shard_is_taken(tmp_path:
             return super().transform_object(write_item, value)
 
     with as_rank(0, 1):
-        _save({"w": odd(0, 1)}, tmp_path, Pads())
+        WAYS["save"]({"w": odd(0, 1)}, tmp_path, Pads())
     found = {"w": torch.ones(11, 3)}
     dcpx.load(found, tmp_path, no_dist=True)
     assert torch.equal(found["w"], torch.cat([WHOLE[:10], torch.zeros(1, 3)]))

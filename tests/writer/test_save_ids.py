@@ -39,9 +39,9 @@ def plans_of(save: RunningSave, ranks: int = 3) -> list[SavePlan]:
     return with_save_id(plans, save)
 
 
-@pytest.mark.parametrize("text", ["", "x" * 32, "0" * 31, "0" * 33, "A" * 32, None, 3, b"0" * 32])
-def test_what_is_no_save_id_is_none(text: Any) -> None:
-    assert id_bytes(text) == b""
+def test_what_is_no_save_id_is_none() -> None:
+    texts: list[Any] = ["", "x" * 32, "0" * 31, "0" * 33, "A" * 32, None, 3, b"0" * 32]
+    assert [id_bytes(text) for text in texts] == [b""] * len(texts)
 
 
 def test_files_of_a_table_are_of_the_save_that_the_metadata_names() -> None:
