@@ -176,13 +176,8 @@ def test_header_of_too_many_tensors_or_values_is_refused_before_it_takes_memory(
         else:
             with pytest.raises(UnsupportedError, match="names more than 40 tensors"):
                 stored_sizes(path)
-
-
-def test_export_puts_no_more_tensors_in_a_file_than_are_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(export_layout, "MAX_FILE_TENSORS", 40)
-    monkeypatch.setattr(safetensors_header, "MAX_FILE_TENSORS", 40)
-    report = dcpx.export({f"t{i}": torch.ones(1) for i in range(81)}, tmp_path, no_dist=True)
+    out = tmp_path / "out"  # an export puts no more in a file than are read again
+    report = dcpx.export({f"t{i}": torch.ones(1) for i in range(81)}, out, no_dist=True)
     assert len(report.files) == 3
-    assert len(stored_sizes(tmp_path)) == 81
+    assert len(stored_sizes(out)) == 81

@@ -148,14 +148,6 @@ def test_memory_that_is_there_is_filled_in_place_and_dtypes_are_cast_on_demand(
     assert torch.equal(model.embed.weight, source.embed.weight.double())
 
 
-def test_transient_buffer_on_meta_is_refused_by_name(tmp_path: Path) -> None:
-    st.save_file(untied(net()), tmp_path / "model.safetensors")
-    model = meta_net()
-    model.body.register_buffer("rope", torch.empty(3, device="meta"), persistent=False)
-    with pytest.raises(dcpx.UnsupportedError, match=r"'body\.rope'"):
-        dcpx.load_pretrained(model, tmp_path)
-
-
 def test_links_fifos_and_directories_without_weights_are_refused(tmp_path: Path) -> None:
     real = tmp_path / "real"
     real.mkdir()

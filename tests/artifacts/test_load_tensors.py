@@ -16,6 +16,7 @@ from support.chunked import Box, Chunked
 from support.foreign import Piece, write_foreign
 from support.no_collectives import no_collectives
 from support.saves import save, save_rank_local
+from support.states import assert_same
 from support.zip_samples import saved
 
 import torch_dcpx as dcpx
@@ -35,12 +36,6 @@ def write(state: dict[str, torch.Tensor], path: Path, kind: str) -> None:
         st.save_file(held, path / "model.safetensors")
     else:
         save(state, path, kind)
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert torch.equal(found, expected)
 
 
 def random_index(shape: torch.Size, pick: random.Random) -> Any:
@@ -71,7 +66,7 @@ def test_all_tensors_come_bit_for_bit_and_objects_are_left_out(tmp_path: Path, k
     found = dcpx.load_tensors(tmp_path / "ckpt")
     assert found.keys() == state.keys()
     for name, tensor in state.items():
-        assert_equal(found[name], tensor)
+        assert_same(found[name], tensor)
         assert found[name].is_contiguous()
 
 
@@ -89,7 +84,7 @@ def test_slices_of_every_tensor_are_those_of_torch(
             assert (lazy.shape, lazy.dtype, lazy.ndim) == (tensor.shape, tensor.dtype, tensor.ndim)
             assert lazy.nbytes == tensor.numel() * tensor.element_size()
             for index in [..., *(random_index(tensor.shape, pick) for _ in range(12))]:
-                assert_equal(lazy[index], tensor[index])
+                assert_same(lazy[index], tensor[index])
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock"])
@@ -113,7 +108,7 @@ def test_slices_across_the_chunks_of_a_sharded_tensor_are_those_of_the_whole(
         save({"w": sharded}, tmp_path)
     with dcpx.open_checkpoint(tmp_path) as checkpoint:
         for index in [..., *(random_index(whole.shape, pick) for _ in range(40))]:
-            assert_equal(checkpoint["w"][index], whole[index])
+            assert_same(checkpoint["w"][index], whole[index])
 
 
 def test_slice_reads_the_blocks_of_its_rows_alone(
@@ -135,7 +130,7 @@ def test_slice_reads_the_blocks_of_its_rows_alone(
         assert reports == []
         lazy = checkpoint["rows"]
         for index, nbytes in [(slice(3, 7), 4 * row), (5, row), (slice(0, 64, 16), 4 * row)]:
-            assert_equal(lazy[index], rows[index])
+            assert_same(lazy[index], rows[index])
             assert reports[-1].needed_bytes == nbytes
             edges = 2 * block * (1 if index != slice(0, 64, 16) else 4)
             assert nbytes <= reports[-1].read_bytes <= nbytes + edges
@@ -143,7 +138,7 @@ def test_slice_reads_the_blocks_of_its_rows_alone(
         assert lazy[60:60].numel() == 0
         assert len(reports) == 3
     with dcpx.open_checkpoint(tmp_path, ReadOptions(direct_io=False, verify="none")) as checkpoint:
-        assert_equal(checkpoint["rows"][3:7], rows[3:7])
+        assert_same(checkpoint["rows"][3:7], rows[3:7])
         assert reports[-1].read_bytes == 4 * row
 
 
@@ -184,7 +179,7 @@ def test_default_device_of_the_caller_changes_nothing(tmp_path: Path, target: st
     with torch.device("meta"), dcpx.open_checkpoint(tmp_path / target) as checkpoint:
         found = [checkpoint["w"][1::3, ::2], checkpoint["w"][4], checkpoint.load_tensors()["w"]]
     for tensor, expected in zip(found, (rows[1::3, ::2], rows[4], rows), strict=True):
-        assert_equal(tensor, expected)
+        assert_same(tensor, expected)
 
 
 def test_no_process_group_is_asked(tmp_path: Path) -> None:
@@ -194,9 +189,9 @@ def test_no_process_group_is_asked(tmp_path: Path) -> None:
     dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
     try:
         with no_collectives(), dcpx.open_checkpoint(tmp_path) as checkpoint:
-            assert_equal(checkpoint["w"][2:], torch.arange(2.0, 6.0))
+            assert_same(checkpoint["w"][2:], torch.arange(2.0, 6.0))
             assert checkpoint.objects["step"] == 4
-            assert_equal(dcpx.load_tensors(tmp_path)["w"], torch.arange(6.0))
+            assert_same(dcpx.load_tensors(tmp_path)["w"], torch.arange(6.0))
     finally:
         dist.destroy_process_group()
 
@@ -210,7 +205,7 @@ def test_metadata_of_a_rank_is_read_where_ranks_have_their_own(tmp_path: Path) -
         dcpx.load_tensors(tmp_path, rank=2)
     for rank in range(2):
         with dcpx.open_checkpoint(tmp_path, rank=rank) as checkpoint:
-            assert_equal(checkpoint["w"][...], torch.full((3,), float(rank)))
+            assert_same(checkpoint["w"][...], torch.full((3,), float(rank)))
             assert checkpoint.objects["rank"] == rank
 
 
@@ -247,29 +242,27 @@ def test_keys_are_names_and_globs(stored: Path) -> None:
         assert list(dcpx.load_tensors(stored, keys)) == names, keys
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "nearest"),
-    [
-        ("a.weight", "did you mean: 'model.a.weight'", ("model.a.weight",)),
-        ("nothing.*", "it holds 3 tensors: 'model.a.weight', ", ()),
-        ("step", "is an object: open_checkpoint(path).objects has it", ()),
-        ("", "it holds 3 tensors", ()),
-    ],
-)
-def test_name_or_glob_that_is_not_stored_is_a_key_error_with_near_names(
-    stored: Path, key: str, text: str, nearest: tuple[str, ...]
-) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        dcpx.load_tensors(stored, ["model.a.bias", key])
-    error = caught.value
-    assert isinstance(error, KeyError)
-    assert text in str(error)
-    assert (error.fqn, error.path, error.nearest) == (key, str(stored), nearest)
-    with dcpx.open_checkpoint(stored) as checkpoint:
-        with pytest.raises(UnknownNameError):
-            checkpoint[key]
-        assert key not in checkpoint
-        assert checkpoint.get(key) is None
+UNKNOWN: list[tuple[str, str, tuple[str, ...]]] = [
+    ("a.weight", "did you mean: 'model.a.weight'", ("model.a.weight",)),
+    ("nothing.*", "it holds 3 tensors: 'model.a.weight', ", ()),
+    ("step", "is an object: open_checkpoint(path).objects has it", ()),
+    ("", "it holds 3 tensors", ()),
+]
+
+
+def test_name_or_glob_that_is_not_stored_is_a_key_error_with_near_names(stored: Path) -> None:
+    for key, text, nearest in UNKNOWN:
+        with pytest.raises(UnknownNameError) as caught:
+            dcpx.load_tensors(stored, ["model.a.bias", key])
+        error = caught.value
+        assert isinstance(error, KeyError)
+        assert text in str(error)
+        assert (error.fqn, error.path, error.nearest) == (key, str(stored), nearest)
+        with dcpx.open_checkpoint(stored) as checkpoint:
+            with pytest.raises(UnknownNameError):
+                checkpoint[key]
+            assert key not in checkpoint
+            assert checkpoint.get(key) is None
 
 
 def test_argument_that_cannot_work_is_named(stored: Path) -> None:

@@ -181,18 +181,18 @@ def test_old_files_and_torchscript_are_refused_by_name(tmp_path: Path) -> None:
         dcpx.load_tensors(script)
 
 
-@pytest.mark.parametrize(
-    ("damage", "text"),
-    [
-        ("cut", "its directory is damaged"),
-        ("no storage", "lacks the record 'data/0'"),
-        ("short storage", "of 4000 B in a record of 3996 B"),
-        ("moved", "does not lie where its directory says"),
-        ("twice", "two of its records have one name"),
-        ("order", "its byte order is b'middle'"),
-    ],
-)
-def test_damaged_file_is_a_typed_error(tmp_path: Path, damage: str, text: str) -> None:
+DAMAGES = {
+    "cut": "its directory is damaged",
+    "no storage": "lacks the record 'data/0'",
+    "short storage": "of 4000 B in a record of 3996 B",
+    "moved": "does not lie where its directory says",
+    "twice": "two of its records have one name",
+    "order": "its byte order is b'middle'",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_a_typed_error(tmp_path: Path, damage: str) -> None:
     source, path = tmp_path / "source.pt", tmp_path / "y.pt"
     torch.save({"w": torch.ones(1000)}, source)
     if damage == "cut":
@@ -211,7 +211,7 @@ def test_damaged_file_is_a_typed_error(tmp_path: Path, damage: str, text: str) -
             "order": lambda n, d: (n, b"middle" if n.endswith("byteorder") else d),
         }
         rewritten(source, path, changes[damage])
-    with pytest.raises(CorruptionError, match=text) as caught:
+    with pytest.raises(CorruptionError, match=DAMAGES[damage]) as caught:
         dcpx.load_tensors(path)
     assert caught.value.path == str(path)
 

@@ -1,28 +1,21 @@
-"""Any layout saved, any other one loaded: every element is the whole tensor's, bit for bit."""
+"""One mesh saves, another one loads: every element is the whole tensor's, bit for bit."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
 from support.chunked import Box, chunked, grid
-from support.machine import points
-from support.saves import READERS, WRITERS
-from support.states import DTYPES, assert_same, random_bytes
+from support.states import assert_same, random_bytes
 
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
+from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions
 
 KIB = 1 << 10
-WAYS = [("ours", "ours"), ("stock", "ours"), ("ours", "stock")]
 CANARY = 0x5A
 
 
@@ -51,82 +44,17 @@ def canaries(like: torch.Tensor) -> torch.Tensor:
 MEMORIES = ["dense", "transposed", "strided"]
 
 
-@st.composite
-def layouts(draw: st.DrawFn, sizes: tuple[int, ...]) -> list[Box]:
-    """Rows, columns, blocks of a mesh, uneven and empty shards among them, or cuts anywhere."""
-    if not sizes or draw(st.booleans()):
-        counts = [draw(st.integers(1, 5)) for _ in sizes]
-        return grid(sizes, counts)
-    boxes = [Box((0,) * len(sizes), sizes)]
-    for _ in range(draw(st.integers(0, 6))):
-        offsets, lengths = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(sizes) - 1))
-        cut = draw(st.integers(0, lengths[dim]))
-        for begin, end in ((0, cut), (cut, lengths[dim])):
-            at, n = list(offsets), list(lengths)
-            at[dim], n[dim] = offsets[dim] + begin, end - begin
-            boxes.append(Box(tuple(at), tuple(n)))
-    return boxes
-
-
 def stored(boxes: list[Box]) -> list[Box]:
     """Without the shards that have no elements: they are named like their neighbours."""
     kept = [box for box in boxes if 0 not in box.sizes]
     return kept or boxes[:1]
 
 
-@st.composite
-def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box], list[Box], list[str]]:
-    """(whole, boxes to save, boxes to load, how their memory is laid out)."""
-    sizes = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    whole = random_bytes(sizes, draw(st.sampled_from(DTYPES)), generator)
-    saved, wanted = draw(layouts(sizes)), draw(layouts(sizes))
-    kinds = st.sampled_from(MEMORIES)
-    memories = draw(st.lists(kinds, min_size=len(wanted) + 1, max_size=len(wanted) + 1))
-    return whole, stored(saved), wanted, memories
+def save_chunks(directory: Path, whole: torch.Tensor, boxes: list[Box]) -> None:
+    parts = [into_memory(whole[box.slices], "dense") for box in boxes]
+    state = {"m": chunked(boxes, parts, whole.shape)}
+    dcp.save(state, storage_writer=DcpxWriter(directory), no_dist=True)
 
-
-def save_chunks(
-    directory: Path, writer: Any, state: dict[str, tuple[torch.Tensor, list[Box]]], memory: str
-) -> None:
-    parts = {
-        fqn: chunked(boxes, [into_memory(whole[box.slices], memory) for box in boxes], whole.shape)
-        for fqn, (whole, boxes) in state.items()
-    }
-    dcp.save(parts, storage_writer=writer(directory), no_dist=True)
-
-
-@pytest.mark.slow
-@settings(max_examples=points(100), deadline=None)
-@given(st.lists(tensors(), min_size=1, max_size=6), st.sampled_from(WAYS), st.integers(1, 3))
-def test_any_layout_loads_from_any_other(
-    drawn: list[tuple[torch.Tensor, list[Box], list[Box], list[str]]],
-    way: tuple[str, str],
-    files: int,
-) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        writer: Callable[..., Any] = WRITERS[way[0]]
-        if way[0] == "ours":
-            options = WriteOptions(files_per_rank=files, durability="none")
-            writer = lambda path: DcpxWriter(path, options=options)  # noqa: E731
-        saved = {f"t{n}": (whole, boxes) for n, (whole, boxes, *_) in enumerate(drawn)}
-        save_chunks(Path(directory), writer, saved, drawn[0][3][-1])
-        targets = {}
-        for n, (whole, _, boxes, memories) in enumerate(drawn):
-            parts = [
-                canaries(into_memory(whole[box.slices], kind))
-                for box, kind in zip(boxes, memories[:-1], strict=True)
-            ]
-            targets[f"t{n}"] = chunked(boxes, parts, whole.shape)
-        dcp.load(dict(targets), storage_reader=READERS[way[1]](directory), no_dist=True)
-        for n, (whole, *_) in enumerate(drawn):
-            target = targets[f"t{n}"]
-            for box, part in zip(target.boxes, target.parts, strict=True):
-                assert_same(whole[box.slices], part, f"t{n} {box}")
-
-
-# ---- Ranks of meshes, blocks of checksums and slots of workers -----------------------------------
 
 MATRIX = (700, 601)  # of float32: rows of 2404 B, 26 blocks of checksums
 RESHARDS = {
@@ -153,7 +81,7 @@ def test_each_rank_of_another_mesh_loads_its_part(
     tmp_path: Path, matrix: torch.Tensor, reshard: str
 ) -> None:
     saved, wanted = (grid(MATRIX, counts) for counts in RESHARDS[reshard])
-    save_chunks(tmp_path, DcpxWriter, {"m": (matrix, stored(saved))}, "dense")
+    save_chunks(tmp_path, matrix, stored(saved))
     ranks = wanted if len(wanted) < 30 else [wanted[0], wanted[349], *wanted[-2:]]
     for number, (box, memory) in enumerate(itertools.product(ranks, MEMORIES)):
         verify: Any = ("blocks", "none")[number % 2]
@@ -176,7 +104,7 @@ def test_one_chunk_that_feeds_many_targets_is_read_once(
     tmp_path: Path, matrix: torch.Tensor
 ) -> None:
     """All ranks' boxes in one state, in an order that is not the file's, some of them twice."""
-    save_chunks(tmp_path, DcpxWriter, {"m": (matrix, grid(MATRIX, (1, 1)))}, "dense")
+    save_chunks(tmp_path, matrix, grid(MATRIX, (1, 1)))
     boxes = [*grid(MATRIX, (4, 3)), *grid(MATRIX, (2, 2))][::-1]
     parts = [canaries(matrix[box.slices].contiguous()) for box in boxes]
     reader = DcpxReader(tmp_path)

@@ -63,7 +63,7 @@ def is_inside(chunks: list[ChunkStorageMetadata], size: torch.Size) -> bool:
     )
 
 
-@settings(max_examples=points(60), derandomize=True)
+@settings(max_examples=points(40), derandomize=True)
 @given(worlds(), damages(), st.sampled_from(sorted(WRITERS)), st.sampled_from(sorted(READERS)))
 def test_rank_that_wants_what_is_not_stored_once_says_so_and_no_rank_reads(
     world: World, damage: Any, writer: str, reader: str

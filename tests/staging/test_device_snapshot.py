@@ -137,14 +137,12 @@ def test_tables_of_a_snapshot_are_bounded_and_more_pieces_wait_for_them(
     assert taken_bytes == process_pool().nbytes + 64 * 512 * KIB
 
 
-def test_large_tensors_are_one_batch(device: FakeCuda) -> None:
+def test_large_tensors_are_one_batch_and_tied_ones_are_copied_once(device: FakeCuda) -> None:
     source = [torch.randn(64 * KIB + i) for i in range(20)]
     stage_tensors([device.device_tensor(tensor) for tensor in source])
     counts = _C.device_counters()
     assert (counts["batches"], counts["batch_pieces"], counts["copies_1d"]) == (1, 20, 0)
-
-
-def test_tied_tensors_are_copied_once(device: FakeCuda) -> None:
+    _C.clear_device_counters()
     weight = device.device_tensor(torch.randn(MIB))
     staged = stage_tensors([weight, weight.view(1024, -1), weight, torch.nn.Parameter(weight)])
     assert len({tensor.data_ptr() for tensor in staged}) == 2  # in one form, and in the other

@@ -44,8 +44,11 @@ def test_window_of_a_link_that_was_quick_for_long_follows_it_when_it_is_slow() -
     assert window.is_slow
 
 
-def test_bytes_that_were_under_way_together_count_once() -> None:
+def test_bytes_that_were_under_way_together_count_once_and_those_given_up_not_at_all() -> None:
     window = Window(32 * MIB)
+    window.take(8 * MIB, never)
+    window.give_back(8 * MIB)
+    assert window.nbytes == 32 * MIB
     for _ in range(4):
         window.take(8 * MIB, never)
     for _ in range(4):
@@ -53,15 +56,10 @@ def test_bytes_that_were_under_way_together_count_once() -> None:
     assert window.nbytes == 16 * MIB
 
 
-def test_bytes_that_were_given_up_say_nothing() -> None:
-    window = Window(32 * MIB)
-    window.take(8 * MIB, never)
-    window.give_back(8 * MIB)
-    assert window.nbytes == 32 * MIB
-
-
 def test_one_request_always_may_be_under_way_and_the_next_waits() -> None:
-    window = Window(MIB)
+    window, idle = Window(MIB), Window(MIB)
+    for is_in_vain in (never, lambda: True):  # who would wait in vain goes on
+        idle.take(8 * MIB, is_in_vain)
     window.take(8 * MIB, never)
     has_begun = threading.Event()
 
@@ -75,12 +73,6 @@ def test_one_request_always_may_be_under_way_and_the_next_waits() -> None:
     window.give_back(8 * MIB, 1.0)
     assert has_begun.wait(seconds(30))
     thread.join()
-
-
-def test_who_would_wait_in_vain_goes_on() -> None:
-    window = Window(MIB)
-    window.take(8 * MIB, never)
-    window.take(8 * MIB, lambda: True)
 
 
 def _seen(
