@@ -254,16 +254,9 @@ CASES: dict[str, tuple[str, dict[str, str], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
-def test_available_memory_is_the_least_of_the_machine_and_every_group(
-    tmp_path: Path, case: str
-) -> None:
-    cgroup, files, nbytes, source = CASES[case]
-    found = available_memory(*machine(tmp_path, cgroup, files))
-    assert found.nbytes == nbytes
-    assert found.source.endswith(source)
-
-
-def test_available_memory_is_unknown_where_nobody_says_and_a_number_here(tmp_path: Path) -> None:
-    assert available_memory(tmp_path, tmp_path) == Available(None, "")
+def test_available_memory_is_the_least_of_the_machine_and_every_group(tmp_path: Path) -> None:
+    for case, (cgroup, files, nbytes, source) in CASES.items():
+        found = available_memory(*machine(tmp_path / case, cgroup, files))
+        assert found.nbytes == nbytes and found.source.endswith(source), case
+    assert available_memory(tmp_path, tmp_path) == Available(None, "")  # where nobody says
     assert (available_memory().nbytes or 0) > 0

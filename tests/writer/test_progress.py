@@ -173,18 +173,6 @@ def test_true_is_a_bar_on_the_coordinators_terminal(
     assert "6.29M/6.29M" in shown
 
 
-def test_true_is_silent_where_stderr_is_no_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "torch_dcpx")
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    for stderr in (io.StringIO(), None):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        saved_with(True, tmp_path, {"w": torch.arange(10)})
-        assert stderr is None or stderr.getvalue() == ""
-    assert [record.message[:6] for record in caplog.records] == ["saved ", "saved "]
-
-
 class Replaced:
     """What some logging set-ups put in the place of stderr."""
 
@@ -192,15 +180,22 @@ class Replaced:
         raise AssertionError(text)
 
 
-def test_true_is_silent_where_stderr_is_closed_or_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_true_is_silent_where_stderr_is_no_terminal_closed_or_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    closed = Terminal()
+    caplog.set_level(logging.INFO, "torch_dcpx")
+    closed, plain = Terminal(), io.StringIO()
     closed.close()
-    for number, stderr in enumerate([closed, Replaced()]):
+    for number, stderr in enumerate([plain, None, closed, Replaced()]):
+        if number < 2:  # nor is it looked for
+            monkeypatch.setitem(sys.modules, "tqdm", None)
         monkeypatch.setattr(sys, "stderr", stderr)
         saved_with(True, tmp_path / str(number), {"w": torch.arange(10)})
+        monkeypatch.undo()
         assert_whole({"w": torch.arange(10)}, tmp_path / str(number))
+    assert plain.getvalue() == ""
+    said = [message[:6] for message in caplog.messages if not message.startswith("loaded ")]
+    assert said == ["saved "] * 4
 
 
 @pytest.mark.parametrize("error", [OSError(5, "hung up"), UnicodeError("no such sign")])
