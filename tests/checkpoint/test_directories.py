@@ -1,18 +1,218 @@
-"""Ranks that save to different directories: the same one under two names, or a refusal."""
+"""Ranks that save to different directories: the same one under two names, or a refusal.
+
+Each case has a directory of its own, which both ranks look at before and after.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.ranks import run_ranks
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.machine import seconds
+from support.rank_fixture import StartRanks
 
-WORKER = Path(__file__).with_name("directories_worker.py")
+import torch_dcpx as dcpx
+from torch_dcpx import DcpxWriter, PlanError, WriteOptions
+from torch_dcpx.ranks.store import StoreExchange
+from torch_dcpx.storage.names import root_lock_number
+
+RANK = int(os.environ.get("RANK", "0"))
+Names = Callable[[Path], str]
+
+
+def state_of(number: float) -> dict[str, Any]:
+    """This rank's own tensor, and one that both have."""
+    return {f"rank{RANK}": torch.full((1000,), number), "both": torch.full((70,), number)}
+
+
+def save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    dcpx.save(state_of(number), path, options=options)
+
+
+def async_save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    dcpx.async_save(state_of(number), path, options=options).result(seconds(60))
+
+
+def manager_save(path: str, number: float, options: WriteOptions | None = None) -> None:
+    with dcpx.CheckpointManager(path, options=options) as manager:
+        manager.save(int(number), state=state_of(number))
+
+
+SAVES = (save, async_save, manager_save)
+
+
+def listed(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def left_by(way: Callable[..., None], root: Path, before: list[str]) -> list[str]:
+    """Returns what a save has left, but for a manager's note of who saves in its root."""
+    left = [one for one in listed(root) if one not in before]
+    if way is manager_save:
+        left = [one for one in left if not (root / one).is_dir()]
+        assert len(left) <= 1
+        left = [one for one in left if root_lock_number(Path(one).name) is None]
+    return left
+
+
+def both(value: Any) -> list[Any]:
+    """Returns what each rank has of it; whoever returns knows that the other came as far."""
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value)
+    return found
+
+
+def relative(root: Path) -> str:
+    """A relative root where each rank works in a directory of its own, as Hydra makes them."""
+    here = root / f"rank{RANK}"
+    here.mkdir()
+    os.chdir(here)
+    return "outputs/ckpt"
+
+
+DIFFERENT: dict[str, Names] = {
+    "a path a rank": lambda root: f"{root}/p{RANK}",
+    "a timestamp in the path": lambda root: f"{root}/runs/12-00-0{RANK}/a/ckpt",
+    "a working directory a rank": relative,
+    "one within the other": lambda root: f"{root}/x/y" if RANK else f"{root}/x",
+}
+
+
+def different_directories_are_refused_and_nothing_is_left(top: Path) -> None:
+    for number, (name, path_of) in enumerate(DIFFERENT.items()):
+        for way in SAVES:
+            root = top / "different" / str(number) / way.__name__
+            root.mkdir(parents=True, exist_ok=True)
+            path = path_of(root)
+            absolute = os.path.abspath(path)
+            both(None)
+            before = both((absolute, listed(root)))
+            with pytest.raises(PlanError) as caught:
+                way(path, 1)
+            said = str(caught.value)
+            assert all(one in said for one, _ in before), f"{name}, {way.__name__}: {said}"
+            assert "rank 0" in said and "rank 1" in said and "node_local=True" in said
+            both(None)
+            left = left_by(way, root, before[RANK][1])
+            assert not left, f"{name}, {way.__name__}: {left}"
+            both(None)
+            os.chdir(top)
+            way(str(root / "common"), 1)  # and the next one works
+
+
+def linked(root: Path) -> str:
+    if RANK:
+        (root / "link").symlink_to(root / "real")
+        return str(root / "link" / "ckpt")
+    return str(root / "real" / "ckpt")
+
+
+def relative_and_absolute(root: Path) -> str:
+    os.chdir(root)
+    return "ckpt" if RANK else f"{root}/../{root.name}/ckpt"
+
+
+def link_itself(root: Path) -> str:
+    (root / "real").mkdir(exist_ok=True)
+    if RANK:
+        (root / "latest").symlink_to(root / "real")
+    return str(root / ("latest" if RANK else "real"))
+
+
+SAME: dict[str, Names] = {
+    "a link above it": linked,
+    "a link": link_itself,
+    "relative and absolute": relative_and_absolute,
+}
+
+
+def one_directory_under_two_names_is_one(top: Path) -> None:
+    for number, (name, path_of) in enumerate(SAME.items()):
+        for way in SAVES:
+            root = top / "same" / str(number) / way.__name__
+            root.mkdir(parents=True, exist_ok=True)
+            (root / "real").mkdir(exist_ok=True)
+            path = path_of(root)
+            both(None)
+            for step in (1, 1, 2):  # again over what is there, by plans that are kept
+                way(path, step)
+                found = state_of(0)
+                if way is manager_save:
+                    dcpx.load({"state": found}, f"{path}/step-{step}")
+                else:
+                    dcpx.load(found, path)
+                assert all(torch.equal(found[k], v) for k, v in state_of(step).items()), name
+            both(None)
+            assert not [one for one in listed(root) if one.endswith(".tmp")], name
+            os.chdir(top)
+
+
+def node_local_directories_need_the_option_on_all_ranks(top: Path) -> None:
+    local = WriteOptions(node_local=True)
+    for way in (save, async_save):  # a manager refuses it
+        root = top / "local" / way.__name__
+        root.mkdir(parents=True, exist_ok=True)
+        both(None)
+        with pytest.raises(PlanError, match=r"node_local=True.* rank 1.* rank 0"):
+            way(str(root / "ckpt"), 1, local if RANK else None)
+        both(None)
+        assert not left_by(way, root, [])
+        both(None)
+        path = root / f"node{RANK}"
+        way(str(path), 1, local)
+        way(str(path), 1, local)
+        assert list(path.glob("*.distcp"))
+        both(None)
+
+
+def dcp_save_refuses_nothing(top: Path) -> None:
+    for _ in range(2):
+        path = top / f"dcp{RANK}"
+        dcp.save(state_of(1), storage_writer=DcpxWriter(path))
+        assert list(path.glob("*.distcp"))
+
+
+def the_same_path_costs_no_exchange_and_two_names_one(top: Path) -> None:
+    begun: list[str] = []
+    agree = StoreExchange._agree
+
+    def counted(self: Any, step: str, *args: Any) -> Any:
+        begun.append(step)
+        return agree(self, step, *args)
+
+    StoreExchange._agree = counted  # type: ignore[method-assign]
+    try:
+        root = top / "counted"
+        (root / "real").mkdir(parents=True, exist_ok=True)
+        path = linked(root)
+        both(None)
+        for _ in range(2):  # the second one by a plan that is kept
+            begun.clear()
+            save(str(root / "alike"), 1)
+            assert begun == ["plan"], begun
+            begun.clear()
+            save(path, 1)
+            assert begun == ["plan", "directories"], begun
+    finally:
+        StoreExchange._agree = agree  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_ranks_that_save_to_different_directories_are_refused_unless_they_say_so(
-    tmp_path: Path,
+    ranks: StartRanks, tmp_path: Path
 ) -> None:
-    run_ranks(WORKER, 2, str(tmp_path))
+    for case in (
+        different_directories_are_refused_and_nothing_is_left,
+        one_directory_under_two_names_is_one,
+        node_local_directories_need_the_option_on_all_ranks,
+        dcp_save_refuses_nothing,
+        the_same_path_costs_no_exchange_and_two_names_one,
+    ):
+        ranks(2)(case, tmp_path)

@@ -8,15 +8,12 @@ import copy
 import dataclasses
 import inspect
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.machine import seconds
 from support.ranks import run_torchrun
 from support.states import assert_same, blank_like, mixed_state
 from support.worker import __file__ as support_worker
@@ -73,28 +70,6 @@ def test_signatures_are_those_of_stock(stock: type) -> None:
 
 # ---- Whole processes ----------------------------------------------------------------------------
 
-# torch 2.9 makes the writer in the parent, and newer ones in the process that saves.
-WRITER_IS_SENT = "_storage_setup(" in inspect.getsource(dcp.state_dict_saver.async_save)
-
-# `install()` in Python: the process that saves learns of it by the variables alone.
-IN_PYTHON = """
-import sys
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-import torch_dcpx
-
-def save(path):
-    return dcp.async_save(
-        {"w": torch.ones(3)}, checkpoint_id=path,
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    ).result()
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch_dcpx.install(**eval(sys.argv[2]))
-    print(f"reported {save(sys.argv[1]).dcpx_report.replaced}")
-"""
-
 
 @pytest.mark.slow  # a minute of processes
 def test_all_calls_work_through_the_hook_and_stock_reads_the_result(
@@ -102,43 +77,6 @@ def test_all_calls_work_through_the_hook_and_stock_reads_the_result(
 ) -> None:
     monkeypatch.setenv("DCPX_INSTALL", "1")
     run_torchrun(Path(support_worker), 2, str(WORKER), "all", str(tmp_path))
-
-
-def saved_in_python(tmp_path: Path, arguments: str) -> str:
-    script = tmp_path / "script.py"
-    script.write_text(IN_PYTHON)
-    command = [sys.executable, str(script), str(tmp_path / "saved"), arguments]
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds(600),
-        check=False,
-    )  # fmt: skip
-    return ended.stdout
-
-
-def test_install_in_python_reaches_the_process_that_saves(
-    entry_point: Path, tmp_path: Path
-) -> None:
-    said = saved_in_python(tmp_path, "{}")
-    made = "{'planners': 1}" if WRITER_IS_SENT else "{'writer': 1, 'planners': 1}"
-    assert f"reported {made}" in said
-    target = {"w": torch.zeros(3)}
-    dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert target["w"].tolist() == [1, 1, 1]
-    assert torch_dcpx.verify(tmp_path / "saved").ok
-
-
-def test_process_that_saves_refuses_what_no_variable_carries(
-    entry_point: Path, tmp_path: Path
-) -> None:
-    given = "{'write_options': torch_dcpx.WriteOptions(progress=print)}"
-    said = saved_in_python(tmp_path, given)
-    if WRITER_IS_SENT:  # and what is bound to it with it
-        assert "12 12" in said
-        assert torch_dcpx.verify(tmp_path / "saved").ok
-        return
-    assert "UnsupportedError: install(write_options=...) of the parent process has" in said
-    assert "write_options.progress, which no variable carries" in said
-    assert not (tmp_path / "saved").exists()
 
 
 # ---- Objects that were made before, or are copied -----------------------------------------------

@@ -47,19 +47,19 @@ def before(
     return workers_now(), variables()
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
 def test_last_begun_block_counts_and_all_is_as_before_at_the_end(
-    before: tuple[int | None, dict[str, str | None]], order: tuple[int, ...]
+    before: tuple[int | None, dict[str, str | None]],
 ) -> None:
-    blocks = {workers: used(workers) for workers in (1, 2, 3)}
-    for block in blocks.values():
-        block.__enter__()
-    for workers in order:
-        last = max(blocks)
-        assert workers_now() == last
-        assert f'"workers": {last}' in str(variables()["DCPX_INSTALL_WRITE"])
-        blocks.pop(workers).__exit__(None, None, None)
-    assert (workers_now(), variables()) == before
+    for order in itertools.permutations((1, 2, 3)):
+        blocks = {workers: used(workers) for workers in (1, 2, 3)}
+        for block in blocks.values():
+            block.__enter__()
+        for workers in order:
+            last = max(blocks)
+            assert workers_now() == last, order
+            assert f'"workers": {last}' in str(variables()["DCPX_INSTALL_WRITE"])
+            blocks.pop(workers).__exit__(None, None, None)
+        assert (workers_now(), variables()) == before, order
     torch_dcpx.uninstall()
     assert workers_now() is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 from pathlib import Path
@@ -69,40 +70,25 @@ class OwnPlanner(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("stock", OURS, ids=lambda cls: cls.__name__)
-def test_stock_class_gives_exactly_ours_while_the_hook_is_on(stock: type) -> None:
-    arguments = ARGUMENTS[stock]
-    assert type(stock(*arguments)) is stock
+def test_stock_class_gives_exactly_ours_with_the_callers_arguments_while_the_hook_is_on(
+    stock: type,
+) -> None:
+    plain = stock(*ARGUMENTS[stock])
+    assert type(plain) is stock
     torch_dcpx.install()
     torch_dcpx.install()  # a second time is no other
-    assert type(stock(*arguments)) is OURS[stock]
-    assert isinstance(stock(*arguments), stock)
-    torch_dcpx.uninstall()
-    torch_dcpx.uninstall()
-    assert type(stock(*arguments)) is stock
-
-
-@pytest.mark.parametrize("stock", OURS, ids=lambda cls: cls.__name__)
-def test_arguments_of_the_caller_arrive(stock: type) -> None:
-    plain = stock(*ARGUMENTS[stock])
-    torch_dcpx.install()
     ours = stock(*ARGUMENTS[stock])
+    assert type(ours) is OURS[stock]
+    assert isinstance(ours, stock)
     names = [name for name, value in vars(plain).items() if type(value) in (bool, int)]
     assert names or stock is FileSystemReader
-    replaced = {"_enable_plan_caching"}  # of ours' own
-    assert {name: getattr(ours, name) for name in names if name not in replaced} == {
-        name: getattr(plain, name) for name in names if name not in replaced
-    }
-
-
-@pytest.mark.parametrize("stock", OURS, ids=lambda cls: cls.__name__)
-def test_wrong_arguments_are_the_errors_of_ours_or_of_stock(stock: type) -> None:
-    with pytest.raises(TypeError) as before:
+    for name in set(names) - {"_enable_plan_caching"}:  # of ours' own
+        assert getattr(ours, name) == getattr(plain, name), name
+    with pytest.raises(TypeError, match="no_such_argument"):
         stock(no_such_argument=1)
-    torch_dcpx.install()
-    with pytest.raises(TypeError) as after:
-        stock(no_such_argument=1)
-    assert "no_such_argument" in str(before.value)
-    assert "no_such_argument" in str(after.value)
+    torch_dcpx.uninstall()
+    torch_dcpx.uninstall()
+    assert type(stock(*ARGUMENTS[stock])) is stock
 
 
 def test_subclasses_urls_and_safetensors_stay_stock() -> None:
@@ -148,15 +134,6 @@ def test_only_the_named_roles_are_replaced(tmp_path: Path) -> None:
     assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
     assert type(DefaultSavePlanner()) is DcpxSavePlanner
     assert dict(REPLACED) == {"writer": 1, "planners": 1}
-
-
-def test_pickled_and_copied_objects_of_ours_stay_ours() -> None:
-    torch_dcpx.install()
-    made = [stock(*ARGUMENTS[stock]) for stock in OURS]
-    torch_dcpx.uninstall()
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert [type(each) for each in again] == list(OURS.values())
-        assert [vars(each).keys() for each in again] == [vars(each).keys() for each in made]
 
 
 class Trainer:
@@ -309,27 +286,19 @@ def test_format_utils_convert_both_ways(tmp_path: Path) -> None:
     assert REPLACED["writer"] == REPLACED["reader"] == 1
 
 
-STAGING = [
-    StagingOptions(pinned, shared, is_async, non_blocking)
-    for pinned in (False, True)
-    for shared in (False, True)
-    for is_async in (False, True)
-    for non_blocking in (False, True)
-]
-
-
-@pytest.mark.parametrize("options", [*STAGING, None], ids=str)
-def test_default_stager_works_with_all_its_options(options: StagingOptions | None) -> None:
+def test_default_stager_works_with_all_its_options() -> None:
     torch_dcpx.install()
-    stager = DefaultStager() if options is None else DefaultStager(config=options)
-    assert isinstance(stager, DcpxStager)
-    assert isinstance(stager, DefaultStager)
-    weights = torch.ones(1000)
-    staged: Any = stager.stage({"w": weights})
-    is_async = options is None or options.use_async_staging
-    stager.synchronize_staging()
-    assert hasattr(staged, "result") is is_async
-    weights.zero_()
-    found = staged.result() if is_async else staged
-    assert found["w"].sum() == 1000
-    stager.close()
+    flags = itertools.product((False, True), repeat=4)
+    for options in [None, *(StagingOptions(*each) for each in flags)]:
+        stager = DefaultStager() if options is None else DefaultStager(config=options)
+        assert isinstance(stager, DcpxStager)
+        assert isinstance(stager, DefaultStager)
+        weights = torch.ones(1000)
+        staged: Any = stager.stage({"w": weights})
+        is_async = options is None or options.use_async_staging
+        stager.synchronize_staging()
+        assert hasattr(staged, "result") is is_async, options
+        weights.zero_()
+        found = staged.result() if is_async else staged
+        assert found["w"].sum() == 1000, options
+        stager.close()

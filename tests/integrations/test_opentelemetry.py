@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import StatusCode
 from support.async_saves import failing_options, gated, no_save_is_left
 from support.event_calls import STATE, async_save, target
-from support.ranks import run_cases
+from support.rank_fixture import StartRanks
 from support.telemetry import Telemetry, telemetry
 
 import torch_dcpx as dcpx
@@ -301,6 +305,67 @@ def test_default_providers_are_those_of_the_program(
     made.tracers.shutdown()
 
 
+# ---- Two ranks: each has its own events, spans and bytes of each operation ----------------------
+
+
+def own_state() -> dict[str, Any]:
+    """Returns a state of which each rank has a tensor of its own size."""
+    rank = dist.get_rank()
+    return {f"w{rank}": torch.ones(1000 * (rank + 1)), "step": 1}
+
+
+def each_rank_has_one_event_for_each_operation(root: Path) -> None:
+    reader, found = InMemoryMetricReader(), []
+    provider = MeterProvider([reader])
+    ends = opentelemetry.instrument(provider, TracerProvider()), dcpx.on_event(found.append)
+    saved = dcpx.save(own_state(), root / "a").result()
+    background = dcpx.async_save(own_state(), root / "b").result()
+    dcpx.wait()
+    loaded = dcpx.load(own_state(), root / "b")
+    for end in ends:
+        end()
+    assert [event.call for event in found] == ["dcpx.save", "dcpx.async_save", "dcpx.load"]
+    assert [event.report for event in found] == [saved, background, loaded]
+    assert found[1].staged_bytes == 4000 * (dist.get_rank() + 1)
+    own = [saved.write.file_bytes, background.write.file_bytes]
+    assert own[0] < saved.file_bytes  # which is of both ranks
+    (resource,) = reader.get_metrics_data().resource_metrics  # type: ignore[union-attr]
+    (io,) = [m for m in resource.scope_metrics[0].metrics if m.name == "dcpx.save.io"]
+    assert [point.value for point in io.data.data_points] == own  # type: ignore[union-attr]
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, own[0])
+    assert sum(everybody) == saved.file_bytes  # no byte counts twice
+
+
+def of_a_stock_save_only_the_coordinator_has_an_event(root: Path) -> None:
+    found: list[dcpx.Event] = []
+    end = dcpx.on_event(found.append)
+    dcp.save(own_state(), storage_writer=dcpx.DcpxWriter(root / "stock"))
+    assert [event.call for event in found] == (["dcp.save"] if dist.get_rank() == 0 else [])
+    dcp.load(own_state(), storage_reader=dcpx.DcpxReader(root / "stock"))
+    end()
+    assert found[-1].call == "dcp.load"
+
+
+def every_rank_has_the_failure_of_one(root: Path) -> None:
+    found: list[Any] = []
+    end = dcpx.on_event(found.append)
+
+    def fail(_done: int, _total: int) -> None:
+        raise dcpx.StorageError("no room", errno=28, path="here")
+
+    options = dcpx.WriteOptions(progress=fail if dist.get_rank() == 1 else False)
+    with pytest.raises(dcpx.DcpxError) as raised:
+        dcpx.save(own_state(), root / "failed", options=options)
+    end()
+    assert [(type(event), event.error) for event in found] == [(dcpx.SaveFailed, raised.value)]
+
+
 @pytest.mark.multirank
-def test_each_rank_reports_its_own_part(tmp_path: Path) -> None:
-    run_cases(Path(__file__).with_name("opentelemetry_worker.py"), 2, "all", tmp_path)
+def test_each_rank_reports_its_own_part(ranks: StartRanks, tmp_path: Path) -> None:
+    for case in (
+        each_rank_has_one_event_for_each_operation,
+        of_a_stock_save_only_the_coordinator_has_an_event,
+        every_rank_has_the_failure_of_one,
+    ):
+        ranks(2)(case, tmp_path)

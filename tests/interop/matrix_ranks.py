@@ -1,15 +1,13 @@
-"""One rank of the matrix, started by tensor_matrix.py.
+"""The matrix of tensors on the ranks of one launch (test_tensor_matrix.py).
 
 1. Every case in every placement: saved by stock and by us, loaded by both, compared bit for bit.
 2. The odd ones each alone; a refused save must leave the directory as it was.
-3. What the launch before, on another number of ranks, left in LOAD_DIR is loaded, each tensor as it
-   lay there and cut another way. SAVE_DIR gets the same for the next one.
-Rank 0 writes the verdicts of all ranks to REPORT as JSON.
+3. What the launch before, on another number of ranks, left is loaded, each tensor as it lay there
+   and cut another way. The directory gets the same for the next one.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import warnings
@@ -25,7 +23,6 @@ from support.saves import READERS, WRITERS, files_in
 from support.states import blank_like
 from support.tensor_bits import bits
 from support.tensor_cases import ODD, REGULAR, Case, allowed, generator
-from support.worker import rank_case
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_dcpx import DcpxReader, ReadOptions, UnsafePickleError, UnsupportedError
@@ -258,22 +255,21 @@ class Matrix:
         return worst
 
 
-@rank_case()
-def main(save_dir: Path, seed: str, load_dir: str, report: str) -> None:
+def matrix(save_dir: Path, seed: int, load_dir: Path | None) -> dict[Key, Verdict]:
+    """Returns the verdicts of all ranks."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)  # refusals are logged by DCP, at length
-    matrix = Matrix(int(seed), save_dir / "scratch")
+    matrix = Matrix(seed, save_dir / "scratch")
     keys = matrix.keys()
     for batch in batches(keys):
         matrix.cross(batch)
     if dist.get_world_size() == 2:
         for key in matrix.odd_keys():
             matrix.try_odd(key)
-    if load_dir != "-":
-        matrix.exchange(keys, Path(load_dir))
+    if load_dir is not None:
+        matrix.exchange(keys, load_dir)
     merged = matrix.merged()
     matrix.save_all([key for key in keys if merged[key][0] == "ok"], save_dir)
     if dist.get_rank() == 0:
-        rows = [[*key, *verdict] for key, verdict in merged.items()]
-        Path(report).write_text(json.dumps(rows))
         shutil.rmtree(matrix.scratch)
+    return merged
