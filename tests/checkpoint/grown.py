@@ -45,16 +45,23 @@ def is_same(one: Any, other: Any) -> bool:
 
 def through(door: str, path: Path, saved: Any, fresh: Any, **arguments: Any) -> Any:
     """Returns what a load makes of `fresh`, where `saved` was saved."""
+    return all_through(door, path, {"k": saved}, {"k": fresh}, **arguments)["k"]
+
+
+def all_through(
+    door: str, path: Path, saved: dict[str, Any], fresh: dict[str, Any], **arguments: Any
+) -> dict[str, Any]:
+    """Does so with several of them in one checkpoint."""
+    is_held = door in ("stateful", "nested")
+    kept, state = ({n: Holder({"v": v}) if is_held else v for n, v in given.items()}
+                   for given in (saved, fresh))  # fmt: skip
     if door == "stateful":
-        dcpx.save({"k": Holder({"v": saved})}, path, no_dist=True)
-        holder = Holder({"v": fresh})
-        dcpx.load({"k": holder}, path, no_dist=True, **arguments)
-        return holder.state["v"]
-    with CheckpointManager(path, no_dist=True, async_save=False) as manager:
-        state: dict[str, Any] = {"k": Holder({"v": fresh})} if door == "nested" else {"k": fresh}
-        kept: dict[str, Any] = {"k": Holder({"v": saved})} if door == "nested" else {"k": saved}
+        dcpx.save(kept, path, no_dist=True)
+        dcpx.load(state, path, no_dist=True, **arguments)
+    else:
         if door == "absent":
-            kept["e"], state = 1, {"e": 0}
-        manager.save(1, state=kept)
-        manager.resume(state=state, **arguments)
-    return state["k"].state["v"] if door == "nested" else state["k"]
+            kept, state = {**kept, "e": 1}, {"e": 0}
+        with CheckpointManager(path, no_dist=True, async_save=False) as manager:
+            manager.save(1, state=kept)
+            manager.resume(state=state, **arguments)
+    return {name: state[name].state["v"] if is_held else state[name] for name in fresh}

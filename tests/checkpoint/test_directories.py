@@ -18,8 +18,7 @@ from support.machine import seconds
 from support.rank_fixture import StartRanks
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxWriter, PlanError, WriteOptions
-from torch_dcpx.ranks.store import StoreExchange
+from torch_dcpx import DcpxWriter, PlanError
 from torch_dcpx.storage.names import root_lock_number
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -31,16 +30,16 @@ def state_of(number: float) -> dict[str, Any]:
     return {f"rank{RANK}": torch.full((1000,), number), "both": torch.full((70,), number)}
 
 
-def save(path: str, number: float, options: WriteOptions | None = None) -> None:
-    dcpx.save(state_of(number), path, options=options)
+def save(path: str, number: float) -> None:
+    dcpx.save(state_of(number), path)
 
 
-def async_save(path: str, number: float, options: WriteOptions | None = None) -> None:
-    dcpx.async_save(state_of(number), path, options=options).result(seconds(60))
+def async_save(path: str, number: float) -> None:
+    dcpx.async_save(state_of(number), path).result(seconds(60))
 
 
-def manager_save(path: str, number: float, options: WriteOptions | None = None) -> None:
-    with dcpx.CheckpointManager(path, options=options) as manager:
+def manager_save(path: str, number: float) -> None:
+    with dcpx.CheckpointManager(path) as manager:
         manager.save(int(number), state=state_of(number))
 
 
@@ -78,9 +77,7 @@ def relative(root: Path) -> str:
 
 DIFFERENT: dict[str, Names] = {
     "a path a rank": lambda root: f"{root}/p{RANK}",
-    "a timestamp in the path": lambda root: f"{root}/runs/12-00-0{RANK}/a/ckpt",
     "a working directory a rank": relative,
-    "one within the other": lambda root: f"{root}/x/y" if RANK else f"{root}/x",
 }
 
 
@@ -118,16 +115,8 @@ def relative_and_absolute(root: Path) -> str:
     return "ckpt" if RANK else f"{root}/../{root.name}/ckpt"
 
 
-def link_itself(root: Path) -> str:
-    (root / "real").mkdir(exist_ok=True)
-    if RANK:
-        (root / "latest").symlink_to(root / "real")
-    return str(root / ("latest" if RANK else "real"))
-
-
 SAME: dict[str, Names] = {
     "a link above it": linked,
-    "a link": link_itself,
     "relative and absolute": relative_and_absolute,
 }
 
@@ -153,54 +142,11 @@ def one_directory_under_two_names_is_one(top: Path) -> None:
             os.chdir(top)
 
 
-def node_local_directories_need_the_option_on_all_ranks(top: Path) -> None:
-    local = WriteOptions(node_local=True)
-    for way in (save, async_save):  # a manager refuses it
-        root = top / "local" / way.__name__
-        root.mkdir(parents=True, exist_ok=True)
-        both(None)
-        with pytest.raises(PlanError, match=r"node_local=True.* rank 1.* rank 0"):
-            way(str(root / "ckpt"), 1, local if RANK else None)
-        both(None)
-        assert not left_by(way, root, [])
-        both(None)
-        path = root / f"node{RANK}"
-        way(str(path), 1, local)
-        way(str(path), 1, local)
-        assert list(path.glob("*.distcp"))
-        both(None)
-
-
 def dcp_save_refuses_nothing(top: Path) -> None:
     for _ in range(2):
         path = top / f"dcp{RANK}"
         dcp.save(state_of(1), storage_writer=DcpxWriter(path))
         assert list(path.glob("*.distcp"))
-
-
-def the_same_path_costs_no_exchange_and_two_names_one(top: Path) -> None:
-    begun: list[str] = []
-    agree = StoreExchange._agree
-
-    def counted(self: Any, step: str, *args: Any) -> Any:
-        begun.append(step)
-        return agree(self, step, *args)
-
-    StoreExchange._agree = counted  # type: ignore[method-assign]
-    try:
-        root = top / "counted"
-        (root / "real").mkdir(parents=True, exist_ok=True)
-        path = linked(root)
-        both(None)
-        for _ in range(2):  # the second one by a plan that is kept
-            begun.clear()
-            save(str(root / "alike"), 1)
-            assert begun == ["plan"], begun
-            begun.clear()
-            save(path, 1)
-            assert begun == ["plan", "directories"], begun
-    finally:
-        StoreExchange._agree = agree  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -211,8 +157,6 @@ def test_ranks_that_save_to_different_directories_are_refused_unless_they_say_so
     for case in (
         different_directories_are_refused_and_nothing_is_left,
         one_directory_under_two_names_is_one,
-        node_local_directories_need_the_option_on_all_ranks,
         dcp_save_refuses_nothing,
-        the_same_path_costs_no_exchange_and_two_names_one,
     ):
         ranks(2)(case, tmp_path)

@@ -1,4 +1,6 @@
-"""Extra states of modules are handed over as they were saved, whatever their length."""
+"""Extra states of modules are handed over as they were saved, whatever their length; an optimizer
+that a state holds trains on as before, whatever the layout of its states.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,14 @@ EXTRA: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXTRA)
 @pytest.mark.parametrize("door", ["manager", "not strict", "stateful"])
-def test_extra_state_is_handed_over_as_it_was_saved(tmp_path: Path, door: str, name: str) -> None:
-    saved, fresh = copy.deepcopy(EXTRA[name])
-    first, again = torch.nn.Sequential(Scaled(saved)), torch.nn.Sequential(Scaled(fresh))
+def test_extra_states_are_handed_over_as_they_were_saved(tmp_path: Path, door: str) -> None:
+    first, again = (
+        torch.nn.ModuleDict(
+            {name: Scaled(pair[side]) for name, pair in copy.deepcopy(EXTRA).items()}
+        )
+        for side in (0, 1)
+    )
     if door == "stateful":
         dcpx.save({"m": first}, tmp_path, no_dist=True)
         dcpx.load({"m": again}, tmp_path, no_dist=True)
@@ -67,7 +72,9 @@ def test_extra_state_is_handed_over_as_it_was_saved(tmp_path: Path, door: str, n
         with CheckpointManager(tmp_path / "r", no_dist=True, async_save=False) as manager:
             manager.save(1, model=first)
             manager.resume(model=again, strict=door == "manager")
-    assert is_same(again[0].held, EXTRA[name][0])
+    found: Any = dict(again.items())
+    wrong = [name for name in EXTRA if not is_same(found[name].held, EXTRA[name][0])]
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", ["longer", "of another dtype", "tensor for None"])
@@ -83,3 +90,44 @@ def test_extra_state_of_another_length_is_taken(tmp_path: Path, door: str, name:
     else:
         dcpx.load_pretrained(again, tmp_path, no_dist=True)
     assert is_same(again[0].held, saved)
+
+
+# ---- Optimizers ----------------------------------------------------------------------------------
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    for step in range(steps):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    return copy.deepcopy(model.state_dict())
+
+
+def training(kind: Any, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 3))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, kind(model.parameters(), lr=0.1, **options)
+
+
+@pytest.mark.parametrize("door", ["state", "save"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})],
+)
+def test_fused_optimizers_of_channels_last_models_train_on_as_before(
+    tmp_path: Path, door: str, kind: Any, options: dict[str, Any]
+) -> None:
+    model, optimizer = training(kind, fused=True, **options)
+    trained(model, optimizer, 3)
+    other, fresh = training(kind, fused=True, **options)
+    if door == "save":
+        dcpx.save({"m": model, "o": optimizer}, tmp_path, no_dist=True)
+        dcpx.load({"m": other, "o": fresh}, tmp_path, no_dist=True)
+    else:
+        with CheckpointManager(tmp_path, no_dist=True, async_save=False) as manager:
+            manager.save(1, model=model, state={"o": optimizer})
+            manager.resume(model=other, state={"o": fresh})
+    wanted, found = trained(model, optimizer, 3), trained(other, fresh, 3)
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 import signal
 import threading
 from pathlib import Path
@@ -58,17 +59,11 @@ def test_error_that_nobody_asked_for_is_raised_once_by_the_next_save(tmp_path: P
 
 @pytest.mark.parametrize("saves", [save, async_save])
 def test_error_that_was_asked_for_is_not_raised_again(tmp_path: Path, saves: Any) -> None:
-    handle = async_save(state_of(1), tmp_path / "a", options=failing_options())
-    assert isinstance(handle.durable.exception(seconds(60)), StorageError)
-    saves(state_of(1), tmp_path / "b")
-    pending_saves.wait()
-
-
-def test_wait_raises_what_nobody_asked_for(tmp_path: Path) -> None:
-    async_save(state_of(1), tmp_path, options=failing_options())
-    with pytest.raises(StorageError, match="no room"):
+    for name in ("exception", "durable.exception"):
+        handle = async_save(state_of(1), tmp_path / "a", options=failing_options())
+        assert isinstance(operator.attrgetter(name)(handle)(seconds(60)), StorageError)
+        saves(state_of(1), tmp_path / "b")
         pending_saves.wait()
-    pending_saves.wait()
 
 
 def test_wait_that_ends_too_early_names_what_is_under_way(tmp_path: Path) -> None:
@@ -110,25 +105,19 @@ def test_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
     assert_saved(tmp_path, state_of(2))
 
 
-def test_busy_save_is_skipped_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_busy_save_is_skipped_or_refused_where_that_is_asked_for(tmp_path: Path) -> None:
     gate, options = gated()
     first = async_save(state_of(1), tmp_path / "a", options=options)
     second = async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="skip"))
     assert (second.result(0), second.report(), second.done()) == (None, None, True)
+    with pytest.raises(ConcurrentSaveError, match="max_in_flight=1"):
+        async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="error"))
     assert not (tmp_path / "b").exists()
     gate.open()
     assert first.result(seconds(60)) is not None
     assert async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="skip")).result(
         seconds(60)
     )
-
-
-def test_busy_save_is_refused_where_that_is_asked_for(tmp_path: Path) -> None:
-    gate, options = gated()
-    async_save(state_of(1), tmp_path / "a", options=options)
-    with pytest.raises(ConcurrentSaveError, match="max_in_flight=1"):
-        async_save(state_of(2), tmp_path / "b", options=WriteOptions(on_busy="error"))
-    gate.open()
 
 
 def test_several_saves_may_be_in_flight(tmp_path: Path) -> None:
@@ -191,32 +180,24 @@ def test_cancelled_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     assert not handle.cancel()
 
 
-def test_save_that_has_ended_cannot_be_cancelled(tmp_path: Path) -> None:
-    handle = async_save(state_of(1), tmp_path)
-    handle.result(seconds(60))
-    assert not handle.cancel()
-    assert not handle.durable.cancel()
+class NoPlan(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        raise ValueError("planner")
 
 
-def test_error_while_planning_is_raised_at_the_call(tmp_path: Path) -> None:
-    class BadPlanner(DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            raise ValueError("no plan")
-
-    for saves in (save, async_save):
-        with pytest.raises(ValueError, match="no plan"):
-            saves(state_of(1), tmp_path, planner=BadPlanner())
-    assert_saved_nothing(tmp_path)
-    save(state_of(1), tmp_path)
+class NoData(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        raise ValueError("planner")
 
 
-def test_error_while_staging_is_raised_at_the_call(tmp_path: Path) -> None:
-    class BadPlanner(DefaultSavePlanner):
-        def resolve_data(self, write_item: WriteItem) -> Any:
-            raise ValueError("no data")
-
-    with pytest.raises(ValueError, match="no data"):
-        async_save(state_of(1), tmp_path, planner=BadPlanner())
+@pytest.mark.parametrize(
+    ("saves", "planner"), [(save, NoPlan), (async_save, NoPlan), (async_save, NoData)]
+)
+def test_error_while_planning_or_staging_is_raised_at_the_call(
+    tmp_path: Path, saves: Any, planner: type
+) -> None:
+    with pytest.raises(ValueError, match="planner"):
+        saves(state_of(1), tmp_path, planner=planner())
     assert_saved_nothing(tmp_path)
     save(state_of(1), tmp_path)
 

@@ -1,4 +1,6 @@
-"""Tensors that differ over the ranks under one name: found and said while ranks plan a save."""
+"""What differs over the ranks under one name, found while ranks plan a save: contents are said, and
+another thing is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.plan_states import as_rank
+from support.plan_states import as_rank, mesh_of, plan_all
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -146,18 +148,6 @@ def test_on_conflict_error_refuses_them(tmp_path: Path) -> None:
             group.save(lambda rank: {"w": torch.ones(3) * rank, "same": torch.ones(2)})
         assert caught.value.fqn == "w"
     assert group.save(lambda _: {"w": torch.ones(3)})[0] == 1
-
-
-@pytest.mark.parametrize("on_conflict", ["warn", "error"])
-@pytest.mark.parametrize("other", [torch.ones(4), torch.ones(3).half(), 5])
-def test_one_name_of_other_sizes_is_refused_as_such(
-    other: Any, on_conflict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, "torch_dcpx"), pytest.raises(PlanError, match="'w' is"):
-        Group(tmp_path, on_conflict=on_conflict).save(
-            lambda rank: {"w": other if rank else torch.zeros(3)}
-        )
-    assert not caplog.records
 
 
 def test_kept_plan_finds_what_began_to_differ_and_says_it_once(
@@ -312,3 +302,68 @@ def test_meshes_of_some_ranks_are_compared_and_one_of_all_is_not(tmp_path: Path)
         Group(tmp_path, ranks=4, on_conflict="error").save(on_parts)
     _, plans = Group(tmp_path, ranks=4).save(on_parts)
     assert ["e" in names(plan) for plan in plans] == [True, False, True, False]
+
+
+# ---- One name that is another thing on another rank ----------------------------------------------
+
+
+def shard(rows: int, dtype: torch.dtype = torch.float32) -> DTensor:
+    local = torch.ones(rows // 3, 3, dtype=dtype)
+    return DTensor.from_local(
+        local, mesh_of((3,)), [Shard(0)], run_check=False, shape=(rows, 3), stride=(3, 1)
+    )
+
+
+UNLIKE: dict[str, tuple[Any, Any, str]] = {
+    "dtype": (lambda: torch.ones(4), lambda: torch.ones(4).half(), "torch.float16 of shape [4]"),
+    "shape": (lambda: torch.ones(4), lambda: torch.ones(6), "torch.float32 of shape [6]"),
+    "dimensions": (lambda: torch.ones(4), lambda: torch.ones(4, 1), "of shape [4, 1]"),
+    "value first": (lambda: 3, lambda: torch.ones(4), "a Python value on rank 0"),
+    "tensor first": (lambda: torch.ones(4), lambda: None, "a Python value on rank 2"),
+    "shard's dtype": (lambda: shard(6), lambda: shard(6, torch.float64), "torch.float64 of shape"),
+    "shard's tensor": (lambda: shard(6), lambda: shard(9), "of shape [9, 3]"),
+    "shard and value": (lambda: shard(6), lambda: 3, "a Python value on rank 2"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_name_that_is_another_thing_on_a_rank_is_refused_with_both(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other, text = UNLIKE[case]
+
+    def state(rank: int) -> State:
+        return {"same": torch.ones(2), "x": (other if rank == 2 else one)(), f"own{rank}": rank}
+
+    planned: list[Callable[[Of], Any]] = [
+        Group(tmp_path, 3).save,
+        Group(tmp_path, 3, on_conflict="error").save,
+        Group(tmp_path, 3, DefaultSavePlanner).save,
+        lambda of: plan_all([DcpxSavePlanner() for _ in range(3)], of),  # under dcp.save
+    ]
+    for save in planned:
+        with pytest.raises(PlanError, match=r"'x' is .* on rank 0 and .* on rank 2") as caught:
+            save(state)
+        assert text in str(caught.value) and caught.value.fqn == "x"
+        assert "'same'" not in str(caught.value) and "'own" not in str(caught.value)
+    assert not caplog.records
+
+
+def test_ranks_may_have_names_that_others_lack_and_more_strides() -> None:
+    def state(rank: int) -> State:
+        tensor = torch.ones(3, 4) if rank else torch.ones(4, 3).t()
+        return {"x": tensor, "grad": torch.ones(2, requires_grad=rank > 0), f"own{rank}": rank}
+
+    _, metadata, _ = plan_all([DcpxSavePlanner() for _ in range(3)], state)
+    assert len(metadata.state_dict_metadata) == 5
+
+
+@pytest.mark.parametrize("planner", [DcpxSavePlanner, DefaultSavePlanner])
+def test_values_that_differ_are_one_warning_with_any_planner(
+    planner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"lr of {planner.__name__}"
+    with caplog.at_level(logging.WARNING, "torch_dcpx"):
+        Group(tmp_path, 3, planner).save(lambda rank: {name: 0.1 + (rank == 2), "step": 7})
+    assert len(caplog.records) == 1
+    assert f"'{name}' (ranks 0, 2 of the group)" in caplog.text and "step" not in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import torch_dcpx
 from torch_dcpx import DcpxWriter, OptionError, ReadOptions, UnsupportedError, WriteOptions
 from torch_dcpx.hook.autoload import autoload
-from torch_dcpx.hook.settings import ROLES, Settings, settings_from_environment, variables_of
+from torch_dcpx.hook.settings import (
+    ROLES,
+    VARIABLES,
+    Settings,
+    settings_from_environment,
+    variables_of,
+)
 
 pytestmark = pytest.mark.usefixtures("hook_off")
 
@@ -143,6 +150,9 @@ def _of_main() -> type:
 def test_what_cannot_travel_is_refused_at_its_first_use_by_name(
     settings: Settings, lost: str, call: Any, fine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch_dcpx.install(write_options=settings.write_options, read_options=settings.read_options)
+    assert {name: os.environ[name] for name in VARIABLES} == variables_of(settings)
+    torch_dcpx.uninstall()
     assert settings_in_child(settings, monkeypatch).in_code == (lost,)
     autoload()
     with pytest.raises(UnsupportedError, match=f"has {lost}, which no variable carries"):

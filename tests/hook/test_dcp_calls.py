@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.ranks import run_torchrun
 from support.states import assert_same, blank_like, mixed_state
-from support.worker import __file__ as support_worker
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -31,9 +29,7 @@ from torch_dcpx.hook.classes import OURS
 
 pytestmark = pytest.mark.usefixtures("hook_off")
 
-WORKER = Path(__file__).with_name("dcp_calls_worker.py")
-
-# What the cases of WORKER give. A newer torch with another argument needs another case.
+# What the cases of test_dcp_calls_ranks give; another argument of a newer torch needs another.
 SAVE = {"checkpoint_id", "storage_writer", "planner", "process_group", "no_dist", "use_collectives"}
 LOAD = {"checkpoint_id", "storage_reader", "planner", "process_group", "no_dist"}
 CALLS: list[tuple[Any, set[str]]] = [
@@ -66,17 +62,6 @@ def test_signatures_are_those_of_stock(stock: type) -> None:
     assert list(inspect.signature(Own).parameters) == ["own"]
     ours = list(inspect.signature(OURS[stock].__init__).parameters)[1:]
     assert ours[: len(before.parameters)] == list(before.parameters)
-
-
-# ---- Whole processes ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # a minute of processes
-def test_all_calls_work_through_the_hook_and_stock_reads_the_result(
-    entry_point: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DCPX_INSTALL", "1")
-    run_torchrun(Path(support_worker), 2, str(WORKER), "all", str(tmp_path))
 
 
 # ---- Objects that were made before, or are copied -----------------------------------------------

@@ -231,29 +231,14 @@ def test_contradictions_and_nothing_to_replace_are_refused() -> None:
     assert not any(name in os.environ for name in VARIABLES)
 
 
-# ---- use ----------------------------------------------------------------------------------------
-
-
-def test_use_goes_back_to_what_was_before() -> None:
-    with torch_dcpx.use(durability="full"):
-        assert type(FileSystemWriter("x", sync_files=False)) is DcpxWriter
-        assert os.environ["DCPX_INSTALL_DURABILITY"] == "full"
-    assert type(FileSystemWriter("x")) is FileSystemWriter
-    assert not any(name in os.environ for name in VARIABLES)
-    torch_dcpx.install(write_options=WriteOptions(workers=2))
-    with pytest.raises(KeyError), torch_dcpx.use(write_options=WriteOptions(workers=5)):
-        raise KeyError
-    writer: Any = FileSystemWriter("x")
-    assert writer.options.workers == 2
-    assert '"workers": 2' in os.environ["DCPX_INSTALL_WRITE"]
-
-
 def test_uninstall_leaves_variables_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCPX_SAFE_GLOBALS", "their.own.Name")
+    monkeypatch.setenv("DCPX_INSTALL", "1")
     torch_dcpx.install(safe_globals=["a.module.Other"])
     assert os.environ["DCPX_SAFE_GLOBALS"] == "their.own.Name,a.module.Other"
     torch_dcpx.uninstall()
     assert os.environ["DCPX_SAFE_GLOBALS"] == "their.own.Name"
+    assert "DCPX_INSTALL" not in os.environ  # of a child's hook
 
 
 # ---- DCP's calls --------------------------------------------------------------------------------

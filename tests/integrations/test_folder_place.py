@@ -116,10 +116,10 @@ except ConcurrentSaveError as error:
 
 
 def test_kill_before_any_step_leaves_the_one_folder_or_the_other(
-    tmp_path: Path, run_python: RunPython
+    tmp_path: Path, run_warm: RunPython
 ) -> None:
     worker = Path(__file__).with_name("folder_kill_worker.py").read_text()
-    found = json.loads(run_python(worker, str(tmp_path)).stdout.splitlines()[-1])
+    found = json.loads(run_warm(worker, str(tmp_path)).stdout.splitlines()[-1])
     assert found["wrong"] == {}
     assert found["ended"] == 0
     assert found["steps"] > 40

@@ -63,20 +63,6 @@ def test_folder_is_there_as_a_whole_behind_wait(saves: FolderSaves, tmp_path: Pa
     assert saves.take_figures() == {}
 
 
-def test_save_over_a_folder_exchanges_both_and_keeps_files_of_the_user(
-    saves: FolderSaves, tmp_path: Path
-) -> None:
-    save(saves, tmp_path / "a", 1)
-    saves.wait()
-    (tmp_path / "a" / "mine").mkdir()
-    (tmp_path / "a" / "mine" / "notes").write_text("mine")
-    save(saves, tmp_path / "a", 2)
-    saves.wait()
-    assert values_in(tmp_path / "a") == [2, 2, 2]
-    assert (tmp_path / "a" / "mine" / "notes").read_text() == "mine"
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_failed_rename_leaves_the_folder_before(
     saves: FolderSaves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,15 +132,6 @@ def test_error_that_was_read_is_not_raised_again(
     save(saves, tmp_path / "a", 3)
     saves.wait()
     assert values_in(tmp_path / "a") == [3, 3, 3]
-
-
-def test_other_job_in_the_same_place_is_refused(saves: FolderSaves, tmp_path: Path) -> None:
-    other = FolderSaves("save", None)
-    target = other.begin(lambda: tmp_path / "a")
-    with pytest.raises(ConcurrentSaveError, match="another job"):
-        save(saves, tmp_path / "a", 1)
-    assert target.is_dir()
-    other.wait()
 
 
 def test_what_a_killed_save_has_left_goes(saves: FolderSaves, tmp_path: Path) -> None:

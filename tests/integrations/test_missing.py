@@ -21,26 +21,23 @@ def test_missing_framework_is_one_line() -> None:
     assert caught.value.__suppress_context__
 
 
-@pytest.mark.parametrize(
-    ("module", "framework", "package"),
-    [
+def test_adapter_without_its_framework_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, framework, package in (
         ("accelerate", "accelerate", "accelerate>=1.15"),
         ("lightning", "lightning", "lightning>=2.6"),
         ("megatron", "megatron", "megatron-core>=0.16"),
         ("opentelemetry", "opentelemetry", "torch-dcpx[otel]"),
         ("torchtitan", "torchtitan", "torchtitan>=0.3"),
         ("trainer", "accelerate", "transformers[torch]>=5.23"),
-    ],
-)
-def test_adapter_without_its_framework_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, module: str, framework: str, package: str
-) -> None:
-    name = f"torch_dcpx.integrations.{module}"
-    monkeypatch.setitem(sys.modules, framework, None)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(UnsupportedError) as caught:
-        importlib.import_module(name)
-    start, _, end = str(caught.value).partition(", which is not installed: ")
-    assert start.startswith(f"{name} needs {framework}")
-    assert end == f"pip install '{package}'"
-    assert name not in sys.modules
+    ):
+        name = f"torch_dcpx.integrations.{module}"
+        monkeypatch.setitem(sys.modules, framework, None)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(UnsupportedError) as caught:
+            importlib.import_module(name)
+        start, _, end = str(caught.value).partition(", which is not installed: ")
+        assert start.startswith(f"{name} needs {framework}")
+        assert end == f"pip install '{package}'"
+        assert name not in sys.modules

@@ -65,18 +65,6 @@ def test_instruments_say_what_the_reports_say(tmp_path: Path, telemetry: Telemet
     assert not {"dcpx.save.failures", "dcpx.load.failures"} & points.keys()
 
 
-def test_stall_is_the_time_of_the_caller_alone(tmp_path: Path, telemetry: Telemetry) -> None:
-    gate, options = gated()
-    handle = dcpx.async_save(STATE, tmp_path, options=options)
-    assert "dcpx.save.stall" not in telemetry.points()  # the save has not ended
-    gate.open()
-    report = handle.result()
-    dcpx.wait()
-    stall = telemetry.points()["dcpx.save.stall"]["dcpx.async_save",]
-    assert (stall.count, stall.sum) == (1, report.blocked_s)
-    assert report.blocked_s < report.total_s  # the save went on after the call had returned
-
-
 def test_stock_calls_report_all_but_a_stall(tmp_path: Path, telemetry: Telemetry) -> None:
     writer, reader = dcpx.DcpxWriter(tmp_path), dcpx.DcpxReader(tmp_path)
     dcp.save(STATE, storage_writer=writer)
@@ -152,18 +140,6 @@ def test_manager_and_hook_are_counted_once(tmp_path: Path, telemetry: Telemetry)
     counts = {key: point.count for key, point in points["dcpx.save.duration"].items()}
     assert counts == {("dcpx.async_save",): 2, ("dcp.save",): 1}
     assert points["dcpx.load.duration"]["dcpx.load",].count == 1
-
-
-def test_no_attribute_of_an_instrument_names_a_path(tmp_path: Path, telemetry: Telemetry) -> None:
-    every_way(tmp_path)
-    names = {
-        name
-        for metric in telemetry.metrics().values()
-        for point in metric.data.data_points
-        for name in point.attributes
-    }
-    assert names == {"dcpx.call", "error.type"}
-    assert str(tmp_path) not in telemetry.reader.get_metrics_data().to_json()  # type: ignore[union-attr]
 
 
 # ---- Spans --------------------------------------------------------------------------------------
@@ -246,7 +222,9 @@ def test_failed_save_is_an_error_with_its_exception(
 # ---- The whole ----------------------------------------------------------------------------------
 
 
-def test_reference_lists_every_instrument(tmp_path: Path, telemetry: Telemetry) -> None:
+def test_reference_lists_every_instrument_and_no_attribute_names_a_path(
+    tmp_path: Path, telemetry: Telemetry
+) -> None:
     every_way(tmp_path)
     kinds = {"Sum": "counter", "Histogram": "histogram", "Gauge": "gauge"}
     made = {
@@ -264,6 +242,8 @@ def test_reference_lists_every_instrument(tmp_path: Path, telemetry: Telemetry) 
     }
     assert listed == made
     assert len(made) == 9
+    assert {key for *_, keys in made.values() for key in keys} == {"dcpx.call", "error.type"}
+    assert str(tmp_path) not in telemetry.reader.get_metrics_data().to_json()  # type: ignore[union-attr]
 
 
 def test_uninstrument_ends_all_and_instrument_begins_anew(

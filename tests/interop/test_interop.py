@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from support.states import DTYPES, assert_same, blank_like, mixed_state, random_bytes
 from torch.distributed.checkpoint._extension import ZStandard
 
-from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, UnsupportedError, WriteOptions
+from torch_dcpx import DcpxReader, DcpxWriter, ReadOptions, WriteOptions
 
 WRITERS: dict[str, Callable[..., Any]] = {"ours": DcpxWriter, "stock": dcp.FileSystemWriter}
 READERS: dict[str, Callable[..., Any]] = {"ours": DcpxReader, "stock": dcp.FileSystemReader}
@@ -30,13 +30,6 @@ def load(state: dict[str, Any], reader: Any) -> dict[str, Any]:
     target = blank_like(state)
     dcp.load(target, storage_reader=reader, no_dist=True)
     return target
-
-
-@BOTH_WAYS
-def test_mixed_state_comes_back_bit_for_bit(tmp_path: Path, writer: str, reader: str) -> None:
-    state = mixed_state()
-    save(state, WRITERS[writer](tmp_path / "ckpt"))
-    assert_same(state, load(state, READERS[reader](tmp_path / "ckpt")))
 
 
 @BOTH_WAYS
@@ -68,33 +61,28 @@ def test_every_dtype_comes_back_bit_for_bit(
     ],
     ids=lambda kwargs: re.sub(r" at 0x\w+", "", str(kwargs)),  # the same in each process
 )
-@pytest.mark.parametrize("reader", ["ours", "stock"])
 def test_every_writer_argument_gives_a_readable_checkpoint(
-    tmp_path: Path, kwargs: dict[str, Any], reader: str
+    tmp_path: Path, kwargs: dict[str, Any]
 ) -> None:
     state = mixed_state()
     save(state, DcpxWriter(tmp_path / "ckpt", **kwargs))
-    assert_same(state, load(state, READERS[reader](tmp_path / "ckpt")))
+    for reader in READERS.values():
+        assert_same(state, load(state, reader(tmp_path / "ckpt")), reader.__name__)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_every_read_option_loads_the_same(tmp_path: Path, writer: str) -> None:
+    state = mixed_state()
+    save(state, WRITERS[writer](tmp_path / "ckpt"))
+    for options in (
         ReadOptions(verify="none"),
         ReadOptions(direct_io=False),
         ReadOptions(workers=1),
         ReadOptions(slot_bytes=256 << 10, host_memory_bytes=256 << 10),
         ReadOptions(trusted=True),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("writer", ["ours", "stock"])
-def test_every_read_option_loads_the_same(
-    tmp_path: Path, options: ReadOptions, writer: str
-) -> None:
-    state = mixed_state()
-    save(state, WRITERS[writer](tmp_path / "ckpt"))
-    assert_same(state, load(state, DcpxReader(tmp_path / "ckpt", options=options)))
+    ):
+        found = load(state, DcpxReader(tmp_path / "ckpt", options=options))
+        assert_same(state, found, str(options))
 
 
 @pytest.mark.parametrize("extensions", [None, [ZStandard()]])
@@ -167,26 +155,3 @@ def test_parameters_and_tensors_with_grad_round_trip(tmp_path: Path) -> None:
     dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
     assert_same(dict(model.named_parameters()), dict(other.named_parameters()))
     assert target["weight"]._version > version, "autograd must hear of the write"
-
-
-def test_tensor_whose_memory_was_freed_is_refused_by_name(tmp_path: Path) -> None:
-    freed = torch.ones(100)
-    freed.untyped_storage().resize_(0)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save({"layer.freed": freed}, DcpxWriter(tmp_path / "a"))
-    error = caught.value.failures[0][0]
-    assert isinstance(error, UnsupportedError)
-    assert "layer.freed" in str(error)
-    save({"layer.freed": torch.ones(100)}, DcpxWriter(tmp_path / "b"))
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load({"layer.freed": freed}, storage_reader=DcpxReader(tmp_path / "b"), no_dist=True)
-    assert isinstance(caught.value.failures[0][0], UnsupportedError)
-
-
-def test_meta_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(dcp.CheckpointException) as caught:
-        save({"w": torch.ones(3), "layer.meta": torch.ones(3, device="meta")}, DcpxWriter(tmp_path))
-    error = caught.value.failures[0][0]
-    assert isinstance(error, UnsupportedError)
-    assert "layer.meta" in str(error)
-    assert not list(tmp_path.glob("*.distcp"))

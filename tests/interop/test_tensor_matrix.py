@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from pathlib import Path
 
 import pytest
-from matrix_ranks import Key, Verdict, matrix
 from support.rank_fixture import StartRanks
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import _api as dtensor_api
 
 pytestmark = pytest.mark.multirank
 
+Key = tuple[str, str]  # case, placement
+Verdict = tuple[str, str]  # "ok", "refused" or "MISMATCH"; and why
 BOTH = ("plain", "Shard(0)")
 COO = ("COO", "COO, hybrid", "COO, uncoalesced")
 COMPRESSED = ("CSR", "CSC", "BSR", "BSC")
@@ -66,6 +68,9 @@ else:
 
 def verdicts(ranks: StartRanks, seed: int, scratch: Path) -> dict[Key, Verdict]:
     """Returns one a case and placement; where launches of other numbers of ranks disagree, that."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has one for a dtype of its cases
+        from matrix_ranks import matrix
     found: dict[Key, Verdict] = {}
     saved = None
     for count in (2, 3, 1, 4):  # each loads what the one before has saved

@@ -77,7 +77,7 @@ def test_a_state_means_itself_and_what_a_wrapper_made_of_it(names: list[str]) ->
         }
 
 
-@pytest.mark.parametrize("wrappers", ["yes", 1, 0])
-def test_what_is_no_switch_is_refused(wrappers: object) -> None:
-    with pytest.raises(OptionError, match="wrappers must be True or False"):
-        KeyMap(wrappers=wrappers)  # type: ignore[arg-type]
+def test_what_is_no_switch_is_refused() -> None:
+    for wrappers in ("yes", 1, 0):
+        with pytest.raises(OptionError, match="wrappers"):
+            KeyMap(wrappers=wrappers)  # type: ignore[arg-type]

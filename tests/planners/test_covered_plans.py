@@ -1,4 +1,7 @@
-"""What `DcpxLoadPlanner` asked of its items the reader does not ask again; of others it does."""
+"""What `DcpxLoadPlanner` asked of its items the reader does not ask again; of others it does.
+
+The error of what is stored twice, or not at all, says who read it, and what helps.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.saves import raises_one, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -19,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+import torch_dcpx
 from torch_dcpx import CorruptionError, DcpxLoadPlanner, DcpxReader, DcpxWriter
 from torch_dcpx.reader import coverage as read_coverage
 
@@ -103,3 +108,68 @@ def test_items_that_stocks_function_made_are_asked(monkeypatch: pytest.MonkeyPat
     items = items_by(planner, {"w": torch.ones(4, 4)}, Metadata({"w": entry}))
     assert items == []
     assert not planner._take_covered(items)
+
+
+# ---- A directory with two saves' chunks of one tensor -------------------------------------------
+
+
+class OwnReader(DcpxReader):
+    """A subclass has a name of its own."""
+
+
+class OwnPlanner(DcpxLoadPlanner):
+    def create_local_plan(self) -> Any:
+        return super().create_local_plan()
+
+
+def twice(base: type) -> Any:
+    """Returns a reader that finds each chunk once more, as in the files of a second save."""
+
+    class Reader(base):  # type: ignore[misc]
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            metadata = super().read_metadata(*args, **kwargs)
+            entry = metadata.state_dict_metadata["w"]
+            entry.chunks = [*entry.chunks, *entry.chunks]
+            return metadata
+
+    Reader.__name__ = f"Twice{base.__name__}"
+    return Reader
+
+
+@pytest.mark.parametrize("planner", [OwnPlanner, DefaultLoadPlanner])
+@pytest.mark.parametrize("base", [OwnReader, dcp.FileSystemReader])
+def test_error_of_what_is_stored_twice_names_the_reader(
+    tmp_path: Path, base: type, planner: type
+) -> None:
+    save({"w": torch.arange(6)}, tmp_path)
+    reader = twice(base)(tmp_path)
+    target = {"w": torch.zeros(6, dtype=torch.int64)}
+    if base is dcp.FileSystemReader and planner is DefaultLoadPlanner:
+        dcp.load(target, storage_reader=reader, planner=planner(), no_dist=True)
+        assert torch.equal(target["w"], torch.arange(6))
+        return
+    with raises_one(CorruptionError) as raised:
+        dcp.load(target, storage_reader=reader, planner=planner(), no_dist=True)
+    text = str(raised.error)
+    assert f"read by Twice{base.__name__}: the directory may hold two saves; torch's" in text
+    other = "this TwiceFileSystemReader" if base is dcp.FileSystemReader else "FileSystemReader"
+    assert text.endswith(f"DefaultLoadPlanner with {other} loads what there is")
+    assert not target["w"].any()
+
+
+def test_error_of_our_own_load_names_the_reader(tmp_path: Path) -> None:
+    save({"w": torch.arange(6)}, tmp_path)
+    target = {"w": torch.zeros(6, dtype=torch.int64)}
+    with pytest.raises(CorruptionError, match=r"same elements .*read by TwiceOwnReader: "):
+        torch_dcpx.load(target, tmp_path, storage_reader=twice(OwnReader)(tmp_path), no_dist=True)
+    assert not target["w"].any()
+
+
+def test_planner_that_is_called_by_hand_names_no_reader(tmp_path: Path) -> None:
+    save({"w": torch.arange(6)}, tmp_path)
+    planner = DcpxLoadPlanner()
+    planner.set_up_planner(
+        {"w": torch.zeros(6, dtype=torch.int64)}, twice(DcpxReader)(tmp_path).read_metadata(), True
+    )
+    with pytest.raises(CorruptionError, match="read; the directory may hold two saves; torch's"):
+        planner.create_local_plan()

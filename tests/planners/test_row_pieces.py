@@ -44,20 +44,6 @@ def written(planners: list[Any], plans: list[SavePlan]) -> torch.Tensor:
     return torch.cat([found[row] for row in sorted(found)])
 
 
-def test_replicas_are_written_whole_unless_asked() -> None:
-    planners = [DcpxSavePlanner() for _ in range(3)]
-    state = {f"layer.{i}": LARGE + i for i in range(4)}
-    plans, metadata, _ = plan_all(planners, lambda _: state)
-    assert sorted(len(plan.items) for plan in plans) == [1, 1, 2]
-    assert {len(entry.chunks) for entry in metadata.state_dict_metadata.values()} == {1}
-
-
-def test_replicas_that_differ_are_not_mixed_unless_asked() -> None:
-    planners = [DcpxSavePlanner() for _ in range(3)]
-    plans, _, _ = plan_all(planners, lambda rank: {"w": torch.full((3000, 100), float(rank))})
-    assert written(planners, plans).unique().numel() == 1
-
-
 def test_writer_of_one_file_a_name_keeps_all_rows() -> None:
     planners = [DcpxSavePlanner() for _ in range(2)]
     state = {"w": LARGE, "v": torch.arange(40.0)}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from support.machine import points
 from support.plan_states import (
@@ -22,13 +19,12 @@ from support.plan_states import (
     said,
     set_up,
 )
-from support.tensor_bits import bits
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import Replicate, Shard
 
-from torch_dcpx import DcpxReader, DcpxSavePlanner, DcpxWriter, PlanError
+from torch_dcpx import DcpxSavePlanner, PlanError
 from torch_dcpx._compat import HAS_STRIDES
 from torch_dcpx.writer.table import gives_state_as_it_is
 
@@ -161,21 +157,13 @@ def test_what_ranks_share_is_balanced_and_written_once() -> None:
     assert torch.equal(written["flat"], state["flat"])
     for fqn in (f"layer.{i}" for i in range(12)):
         assert torch.equal(written[fqn], state[fqn])
-    pieces = metadata.state_dict_metadata["large"].chunks
-    assert len(pieces) > 1
+    assert len(metadata.state_dict_metadata["large"].chunks) > 1
+    for item in (item for plan in plans for item in plan.items if item.tensor_data is not None):
+        chunks = metadata.state_dict_metadata[item.index.fqn].chunks
+        assert item.index.index is not None
+        assert chunks[item.index.index] == item.tensor_data.chunk  # hints number the chunks
     again, _, _ = plan_all([DcpxSavePlanner(split_replicas=True) for _ in range(4)], shared_state)
     assert list(map(said, again)) == list(map(said, plans))
-
-
-def test_hints_number_the_chunks_of_the_metadata() -> None:
-    planners = [DcpxSavePlanner(split_replicas=True) for _ in range(4)]
-    plans, metadata, _ = plan_all(planners, shared_state)
-    for plan in plans:
-        for item in plan.items:
-            if item.tensor_data is not None:
-                chunks = metadata.state_dict_metadata[item.index.fqn].chunks
-                assert item.index.index is not None
-                assert chunks[item.index.index] == item.tensor_data.chunk
 
 
 def test_lowest_rank_writes_all_that_several_have_where_asked() -> None:
@@ -185,13 +173,15 @@ def test_lowest_rank_writes_all_that_several_have_where_asked() -> None:
 class _Looking(DcpxSavePlanner):
     """Sees the data of each item."""
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.seen: list[str] = []
-
     def transform_object(self, write_item: WriteItem, data: Any) -> Any:
-        self.seen.append(write_item.index.fqn)
         return super().transform_object(write_item, data)
+
+
+def _replaced(**arguments: Any) -> DcpxSavePlanner:
+    """Returns a planner whose instance replaces a hook."""
+    planner = DcpxSavePlanner(**arguments)
+    planner.lookup_object = planner.lookup_object  # type: ignore[method-assign]
+    return planner
 
 
 class _LoudFinish(DcpxSavePlanner):
@@ -199,7 +189,7 @@ class _LoudFinish(DcpxSavePlanner):
         return new_plan
 
 
-@pytest.mark.parametrize("kind", [_Looking, _LoudFinish, DefaultSavePlanner])
+@pytest.mark.parametrize("kind", [_Looking, _LoudFinish, _replaced, DefaultSavePlanner])
 @pytest.mark.parametrize("rank", range(3))
 def test_rank_that_may_not_find_rows_is_given_whole_tensors(kind: Any, rank: int) -> None:
     if rank == 0 and kind is DefaultSavePlanner:
@@ -210,13 +200,6 @@ def test_rank_that_may_not_find_rows_is_given_whole_tensors(kind: Any, rank: int
     plans, metadata, _ = plan_all(planners, lambda _: {"large": large, "x": torch.ones(5)})
     assert len(metadata.state_dict_metadata["large"].chunks) == 1
     assert torch.equal(wholes(planners, plans, metadata)["large"], large)
-
-
-def test_instance_that_replaces_a_hook_is_given_whole_tensors() -> None:
-    planners = [DcpxSavePlanner(split_replicas=True) for _ in range(2)]
-    planners[1].lookup_object = planners[1].lookup_object  # type: ignore[method-assign]
-    _, metadata, _ = plan_all(planners, lambda _: {"large": torch.ones(600, 1000)})
-    assert len(metadata.state_dict_metadata["large"].chunks) == 1
 
 
 def test_tensor_that_gives_its_own_chunks_is_never_cut() -> None:
@@ -328,49 +311,3 @@ def test_whole_tensor_under_the_name_of_shards_has_stocks_error() -> None:
     for kind in (DcpxSavePlanner, DefaultSavePlanner):
         with pytest.raises(AssertionError):
             kind().create_global_plan(plans)
-
-
-class _LoudDedup(DcpxSavePlanner):
-    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
-        from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-
-        return dedup_save_plans(all_plans, save_to_lowest_rank=True)
-
-
-def test_overridden_dedup_is_asked() -> None:
-    planners = [_LoudDedup() for _ in range(4)]
-    plans, _, _ = plan_all(planners, shared_state)
-    stock, _, _ = plan_all(
-        [DefaultSavePlanner(dedup_save_to_lowest_rank=True) for _ in range(4)], shared_state
-    )
-    assert list(map(said, plans)) == list(map(said, stock))
-
-
-def test_two_models_through_one_class_share_no_plan() -> None:
-    planners = [DcpxSavePlanner() for _ in range(2)]
-    for _ in range(2):
-        for planner, dtype in zip(planners, (torch.float32, torch.float16), strict=True):
-            (plan,), metadata, _ = plan_all(
-                [planner], lambda _, d=dtype: {"t": torch.ones(4, dtype=d)}
-            )
-            assert plan.items[0].tensor_data.properties.dtype == dtype
-            assert metadata.state_dict_metadata["t"].properties.dtype == dtype
-
-
-@pytest.mark.parametrize("planner", [DcpxSavePlanner, _Looking])
-@pytest.mark.parametrize("writer", [DcpxWriter, dcp.FileSystemWriter])
-@pytest.mark.parametrize("reader", [DcpxReader, dcp.FileSystemReader])
-def test_saved_state_comes_back_bit_by_bit(
-    planner: Any, writer: Any, reader: Any, tmp_path: Path
-) -> None:
-    state = mixed_state()
-    del state["stream"]
-    used = planner()
-    dcp.save(copy.copy(state), storage_writer=writer(tmp_path), planner=used)
-    target = copy.deepcopy(state)
-    target["model"] = {key: torch.zeros_like(value) for key, value in state["model"].items()}
-    target["step"] = 0
-    dcp.load(target, storage_reader=reader(tmp_path))
-    assert bits(target) == bits(state)
-    if planner is _Looking:
-        assert {"model.weight", "step"} <= set(used.seen)

@@ -27,14 +27,13 @@ def local() -> Exchange:
     return exchange_for(None, no_dist=False, timeout_s=5)
 
 
-def test_without_torch_distributed_the_exchange_is_local(local: Exchange) -> None:
+def test_without_torch_distributed_the_exchange_is_local_and_pickles_nothing(
+    local: Exchange,
+) -> None:
     assert type(local) is Exchange
     assert (local.rank, local.world_size, local.is_coordinator) == (0, 1, True)
     assert local.what == "save"
     assert 0 < local.deadline.remaining_s <= 5
-
-
-def test_local_exchange_passes_objects_through_unpickled(local: Exchange) -> None:
     value = object()
     assert local.all_reduce("plan", lambda: value, lambda values: values[0]) is value
     assert local.reduce_scatter("plan", lambda: value, lambda values: values) is value
@@ -106,12 +105,12 @@ def test_steps_give_every_rank_its_result_and_leave_no_key(tmp_path: Path, kind:
     ranks.close()
 
 
-@pytest.mark.parametrize("kind", list(STORES))
+@pytest.mark.parametrize("kind", ["file", "tcp", "tcp-without-uv"])
 def test_values_larger_than_a_store_takes_arrive_whole(tmp_path: Path, kind: str) -> None:
     store = STORES[kind](tmp_path)
     ranks = Ranks(PrefixStore("group", store), 2)
     keys_before = store.num_keys()
-    big = bytes(range(251)) * (20 << 12)  # 19.6 MiB
+    big = bytes(range(251)) * (10 << 12)  # 9.8 MiB
 
     def body(exchange: StoreExchange) -> Any:
         lengths = exchange.all_reduce(

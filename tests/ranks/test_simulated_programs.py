@@ -247,19 +247,8 @@ def _few_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_keys, "_MAX_POLL_S", 1.0)
 
 
-def numbers(seed: int, count: int) -> list[int]:
-    """Returns the numbers of the programs to run; DCPX_PROGRAM repeats one."""
-    only = os.environ.get("DCPX_PROGRAM")
-    return [int(only)] if only else list(range(seed, seed + count))
-
-
-@pytest.mark.slow
-def test_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
-    for number in numbers(seed, points(150)):
-        run_program(number)
-
-
 @pytest.mark.slow
 def test_ten_thousand_programs_in_which_ranks_err_mix_nothing_and_go_on(seed: int) -> None:
-    for number in numbers(seed, points(10_000)):
+    only = os.environ.get("DCPX_PROGRAM")  # repeats one
+    for number in [int(only)] if only else range(seed, seed + points(10_000)):
         run_program(number)

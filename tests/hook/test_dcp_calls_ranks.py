@@ -1,4 +1,4 @@
-"""DCP's calls with all their arguments, in processes that DCPX_INSTALL has hooked.
+"""DCP's calls with all their arguments, on two ranks that DCPX_INSTALL has hooked.
 
 Each case saves and loads through the hook, and says which roles must have been ours. What the cases
 leave is in LEFT: at the end the hook is switched off, and stock reads all of it.
@@ -6,11 +6,11 @@ leave is in LEFT: at the end the hook is switched off, and stock reads all of it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +18,96 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.hooked_calls import (
-    FLAGS,
-    LEFT,
-    assert_holds,
-    blank,
-    case,
-    leave,
-    local,
-    own,
-    replaced,
-    some,
-    whole_state,
-)
-from support.states import assert_same, mixed_state
+from support.rank_fixture import StartRanks
+from support.states import assert_same, blank_like, mixed_state
 from torch.distributed.checkpoint._checkpointer import _Checkpointer
 from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.format_utils import (
-    BroadcastingTorchSaveReader,
-    DynamicMetaLoadPlanner,
-    dcp_to_torch_save,
-    torch_save_to_dcp,
-)
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter as HFWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torch_dcpx
+from torch_dcpx.hook.autoload import autoload
 from torch_dcpx.reports import REPLACED
 
-warnings.simplefilter("ignore")
+FLAGS = (False, True)
+LEFT: list[tuple[Path, dict[str, Any], dict[str, Any]]] = []  # (path, state, arguments of a load)
+
+
+def some(*values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Returns a fifth of the combinations: each value, with most values of the others."""
+    return itertools.islice(itertools.product(*values), 0, None, 5)
+
+
+def whole_state(seed: int = 0) -> dict[str, Any]:
+    """Returns a state with a tensor that the ranks share out, and values that all of them have."""
+    state = mixed_state(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    generator = torch.Generator().manual_seed(seed)
+    full = torch.randn(13, 40, generator=generator)
+    return {**state, "sharded": distribute_tensor(full, mesh, [Shard(0)])}
+
+
+def local(state: Any) -> Any:
+    """Returns a state with this rank's part of each DTensor."""
+    if isinstance(state, DTensor):
+        return state.to_local()
+    if isinstance(state, dict):
+        return {key: local(value) for key, value in state.items()}
+    return [local(value) for value in state] if isinstance(state, list) else state
+
+
+def blank(state: Any) -> Any:
+    """Returns the same structure to load into."""
+    if isinstance(state, DTensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    return blank_like(state)
+
+
+def assert_holds(path: Path, state: dict[str, Any], **arguments: Any) -> None:
+    """Asserts that `dcp.load` finds the state."""
+    target = blank(state)
+    dcp.load(target, checkpoint_id=path, **arguments)
+    assert_same(local(state), local(target), str(path))
+
+
+def leave(path: Path, state: dict[str, Any], **arguments: Any) -> None:
+    """Asserts the same, through the hook; at the end stock will be asked."""
+    with replaced("reader"):
+        assert_holds(path, state, **arguments)
+    LEFT.append((path, state, arguments))
+
+
+@contextlib.contextmanager
+def replaced(*roles: str) -> Iterator[None]:
+    """Asserts that objects of these roles were made, and were ours."""
+    before = REPLACED.copy()
+    yield
+    more = REPLACED - before
+    assert set(roles) <= more.keys(), (roles, more)
+
+
+def own(root: Path) -> Path:
+    """Returns a directory of this rank's own."""
+    return root / f"rank{dist.get_rank()}"
+
+
 # ---- save and load ------------------------------------------------------------------------------
 
 
-@case
 def save_takes_all_its_arguments(root: Path) -> None:
     state, group = whole_state(), dist.group.WORLD
     with replaced("writer", "planners"):
@@ -86,7 +131,6 @@ def save_takes_all_its_arguments(root: Path) -> None:
     leave(own(root), plain, no_dist=True)
 
 
-@case
 def old_names_of_save_and_load_work(root: Path) -> None:
     state, path = whole_state(), root / "old"
     with replaced("writer", "planners"):
@@ -102,7 +146,6 @@ def old_names_of_save_and_load_work(root: Path) -> None:
     leave(root / "keeper", state)
 
 
-@case
 def ranks_save_by_themselves_without_collectives(root: Path) -> None:
     state = {**mixed_state(dist.get_rank()), "whose": dist.get_rank()}
     for name, save in (("sync", dcp.save), ("async", dcp.async_save)):
@@ -115,20 +158,6 @@ def ranks_save_by_themselves_without_collectives(root: Path) -> None:
         leave(root / name, state)
 
 
-@case
-def groups_save_by_themselves(root: Path) -> None:
-    world = range(dist.get_world_size())
-    group = [dist.new_group([rank]) for rank in world][dist.get_rank()]
-    state = mixed_state(dist.get_rank())
-    with replaced("writer", "planners"):
-        dcp.save(state, checkpoint_id=own(root), process_group=group)
-    leave(own(root), state, process_group=group)
-    with replaced("writer", "planners"):
-        dcp.async_save(state, checkpoint_id=own(root) / "async", process_group=group).result()
-    leave(own(root) / "async", state, process_group=group)
-
-
-@case
 def planners_take_all_their_arguments(root: Path) -> None:
     values = (FLAGS, FLAGS, (None, True, False), FLAGS, FLAGS)
     for at, (flat, shards, replicated, lowest, cached) in enumerate(some(*values)):
@@ -151,7 +180,6 @@ def planners_take_all_their_arguments(root: Path) -> None:
                 LEFT.append((path, state, {"planner": like}))
 
 
-@case
 def writers_take_all_their_arguments(root: Path) -> None:
     whole = whole_state()
     state = {name: whole[name] for name in ("large", "transposed", "sharded", "optimizer")}
@@ -234,12 +262,10 @@ def reported(metadata: Any) -> dict[str, int]:
     return counts
 
 
-@case
 def async_save_takes_all_its_arguments_in_a_thread(root: Path) -> None:
     background_saves(root / "thread", AsyncCheckpointerType.THREAD)
 
 
-@case
 def async_save_takes_all_its_arguments_in_a_process(root: Path) -> None:
     background_saves(root / "process", AsyncCheckpointerType.PROCESS)
 
@@ -271,7 +297,6 @@ class AppState(Stateful):
         )  # fmt: skip
 
 
-@case
 def stateful_objects_are_saved_and_loaded(root: Path) -> None:
     saved = AppState(0)
     with replaced("writer", "planners"):
@@ -289,52 +314,6 @@ def stateful_objects_are_saved_and_loaded(root: Path) -> None:
 # ---- Other ways into DCP ------------------------------------------------------------------------
 
 
-@case
-def format_utils_convert_both_ways(root: Path) -> None:
-    state = {"w": torch.arange(12.0).view(3, 4), "nest": {"b": torch.ones(5)}}
-    path = own(root)
-    path.mkdir(parents=True)
-    torch.save(state, path / "a.pt")
-    with replaced("writer", "planners"):
-        torch_save_to_dcp(path / "a.pt", path / "dcp")
-    with replaced("reader"):
-        dcp_to_torch_save(path / "dcp", path / "b.pt")
-    assert_same(state, torch.load(path / "b.pt", weights_only=True))
-    leave(path / "dcp", state, no_dist=True)
-    target = blank(state)
-    dcp.load(
-        target, checkpoint_id=root / "rank0" / "a.pt",
-        storage_reader=BroadcastingTorchSaveReader(), planner=DynamicMetaLoadPlanner(),
-    )  # fmt: skip
-    assert_same(state, target)
-
-
-@case
-def keys_are_loaded_without_a_state(root: Path) -> None:
-    state = mixed_state()
-    dcp.save(state, checkpoint_id=root)
-    for keys in ({"weights", "text"}, "large", None):
-        with replaced("reader"):
-            found = _load_state_dict_from_keys(keys, checkpoint_id=root)
-        with replaced("reader"):
-            again = _load_state_dict_from_keys(keys, storage_reader=FileSystemReader(root))
-        names = {keys} if isinstance(keys, str) else keys or state.keys()
-        expected = {name: state[name] for name in names}
-        assert_same(in_order(expected), in_order(found))
-        assert_same(in_order(expected), in_order(again))
-    target: dict[str, Any] = {}
-    with replaced("reader"):
-        dcp.load(target, checkpoint_id=root, planner=_EmptyStateDictLoadPlanner())
-
-
-def in_order(state: Any) -> Any:
-    """Returns a state with its names sorted, as the order of a checkpoint's names is nobody's."""
-    if isinstance(state, dict):
-        return {key: in_order(state[key]) for key in sorted(state)}
-    return [in_order(value) for value in state] if isinstance(state, list) else state
-
-
-@case
 def storage_that_is_not_ours_works_with_our_planners(root: Path) -> None:
     state = whole_state()
     with replaced("planners"):
@@ -354,7 +333,6 @@ def storage_that_is_not_ours_works_with_our_planners(root: Path) -> None:
 # ---- Without the hook ---------------------------------------------------------------------------
 
 
-@case
 def stock_reads_all_that_was_left(root: Path) -> None:
     torch_dcpx.uninstall()
     before = REPLACED.copy()
@@ -368,7 +346,6 @@ def stock_reads_all_that_was_left(root: Path) -> None:
     assert type(FileSystemReader(path)) is FileSystemReader
 
 
-@case
 def hook_reads_what_stock_writes(root: Path) -> None:
     state = whole_state(5)
     flat = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
@@ -379,14 +356,40 @@ def hook_reads_what_stock_writes(root: Path) -> None:
     )  # fmt: skip
     by_rank = mixed_state(dist.get_rank())
     dcp.save(by_rank, checkpoint_id=root / "ranks", use_collectives=False)
-    pickled = pickle.dumps(DefaultSavePlanner(enable_plan_caching=True))
     torch_dcpx.install()
-    planner = pickle.loads(pickled)
-    for seed in (0, 0, 1):
-        path = root / f"pickled{seed}"
-        dcp.save(whole_state(seed), checkpoint_id=path, planner=planner)
-        assert_holds(path, whole_state(seed))
     with replaced("reader", "planners"):
         assert_holds(root / "stock", state)
         assert_holds(root / "files", state, planner=DefaultLoadPlanner(**flat))
         assert_holds(root / "ranks", by_rank)
+
+
+def all_cases(root: Path) -> None:
+    warnings.simplefilter("ignore")
+    autoload()
+    for case in (
+        save_takes_all_its_arguments,
+        old_names_of_save_and_load_work,
+        ranks_save_by_themselves_without_collectives,
+        planners_take_all_their_arguments,
+        writers_take_all_their_arguments,
+        async_save_takes_all_its_arguments_in_a_thread,
+        async_save_takes_all_its_arguments_in_a_process,
+        stateful_objects_are_saved_and_loaded,
+        storage_that_is_not_ours_works_with_our_planners,
+        stock_reads_all_that_was_left,
+        hook_reads_what_stock_writes,
+    ):
+        case(root / case.__name__)
+        dist.barrier()
+
+
+@pytest.mark.slow  # a minute
+def test_all_calls_work_through_the_hook_and_stock_reads_the_result(
+    ranks: StartRanks,
+    hook_off: None,
+    entry_point: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DCPX_INSTALL", "1")
+    ranks(2, anew=True)(all_cases, tmp_path)
