@@ -7,10 +7,9 @@ leave is in LEFT: at the end the hook is switched off, and stock reads all of it
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from support.rank_fixture import StartRanks
 from support.states import assert_same, blank_like, mixed_state
 from torch.distributed.checkpoint._checkpointer import _Checkpointer
-from torch.distributed.checkpoint._extension import ExtensionRegistry, ZStandard
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -43,11 +41,6 @@ from torch_dcpx.reports import REPLACED
 
 FLAGS = (False, True)
 LEFT: list[tuple[Path, dict[str, Any], dict[str, Any]]] = []  # (path, state, arguments of a load)
-
-
-def some(*values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Returns a fifth of the combinations: each value, with most values of the others."""
-    return itertools.islice(itertools.product(*values), 0, None, 5)
 
 
 def whole_state(seed: int = 0) -> dict[str, Any]:
@@ -156,45 +149,6 @@ def ranks_save_by_themselves_without_collectives(root: Path) -> None:
         assert (root / name / f"__{dist.get_rank()}.metadata").exists()
         assert not (root / name / ".metadata").exists()
         leave(root / name, state)
-
-
-def planners_take_all_their_arguments(root: Path) -> None:
-    values = (FLAGS, FLAGS, (None, True, False), FLAGS, FLAGS)
-    for at, (flat, shards, replicated, lowest, cached) in enumerate(some(*values)):
-        with replaced("planners"):
-            planner = DefaultSavePlanner(flat, shards, replicated, lowest, cached)
-        for seed in (0, 1):  # one planner for two saves
-            state = whole_state(seed)
-            if shards and not flat:  # stock loads values into a copy of the state then
-                state = {name: it for name, it in state.items() if isinstance(it, torch.Tensor)}
-            path = root / f"{at}.{seed}"
-            dcp.save(state, checkpoint_id=path, planner=planner)
-            target = {**blank(state), "more": 5}
-            partial = DefaultLoadPlanner(flat, shards, allow_partial_load=True)
-            dcp.load(target, checkpoint_id=path, planner=partial)
-            assert_same(local({**state, "more": 5}), local(target))
-            with replaced("reader", "planners"):
-                assert_holds(path, state, planner=DefaultLoadPlanner(flat, shards, False))
-            if seed:
-                like = functools.partial(DefaultLoadPlanner, flat, shards)
-                LEFT.append((path, state, {"planner": like}))
-
-
-def writers_take_all_their_arguments(root: Path) -> None:
-    whole = whole_state()
-    state = {name: whole[name] for name in ("large", "transposed", "sharded", "optimizer")}
-    extensions = (None, [], [ZStandard()]) if ZStandard.is_available() else (None, [])
-    values = (FLAGS, FLAGS, (1, 3), (1, 10_000_000), FLAGS, FLAGS, extensions)
-    for at, given in enumerate(some(*values)):
-        path = root / str(at)
-        with replaced("writer", "planners"):
-            dcp.save(state, storage_writer=FileSystemWriter(path, *given))
-        with replaced("reader"):
-            reader = FileSystemReader(path, ExtensionRegistry() if at % 2 else None)
-            assert_holds(path, state, storage_reader=reader)
-        LEFT.append((path, state, {}))
-    with pytest.raises(dcp.CheckpointException, match="overwrite"):
-        dcp.save(state, storage_writer=FileSystemWriter(root / "0", overwrite=False))
 
 
 # ---- async_save ---------------------------------------------------------------------------------
@@ -370,8 +324,6 @@ def all_cases(root: Path) -> None:
         save_takes_all_its_arguments,
         old_names_of_save_and_load_work,
         ranks_save_by_themselves_without_collectives,
-        planners_take_all_their_arguments,
-        writers_take_all_their_arguments,
         async_save_takes_all_its_arguments_in_a_thread,
         async_save_takes_all_its_arguments_in_a_process,
         stateful_objects_are_saved_and_loaded,

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-
-from torch_dcpx.integrations._dcp_calls import noted
-from torch_dcpx.integrations._folders import FolderSaves
+from support.folders import save_folder, value_in
 
 PARTS = ("model", "optimizer")
 STEPS = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.chmod"}
@@ -28,23 +26,12 @@ KILLED = 9
 
 
 def save(folder: Path, value: float) -> None:
-    saves = FolderSaves("save", None)
-    target = saves.begin(lambda: folder)
-    with noted(target) as parts:
-        for part in PARTS:
-            dcp.save({part: torch.full((8,), value)}, checkpoint_id=target / part)
-        (target / "rest.txt").write_text(str(value))
-    saves.commit(parts, list)
-    saves.wait()
+    save_folder(folder, value, parts=PARTS, files=("rest.txt",))
 
 
 def values_in(folder: Path) -> set[float]:
-    found = set()
-    for part in PARTS:
-        state = {part: torch.zeros(8)}
-        dcp.load(state, checkpoint_id=folder / part, no_dist=True)
-        found |= set(state[part].tolist())
-    return {*found, float((folder / "rest.txt").read_text())}
+    parts = {value_in(folder / part) for part in PARTS}
+    return {*parts, float((folder / "rest.txt").read_text().split()[1])}
 
 
 def users(folder: Path) -> dict[str, str]:

@@ -118,8 +118,11 @@ except ConcurrentSaveError as error:
 def test_kill_before_any_step_leaves_the_one_folder_or_the_other(
     tmp_path: Path, run_warm: RunPython
 ) -> None:
-    worker = Path(__file__).with_name("folder_kill_worker.py").read_text()
-    found = json.loads(run_warm(worker, str(tmp_path)).stdout.splitlines()[-1])
+    worker = Path(__file__).with_name("folder_kill_worker.py")
+    tests = {"PYTHONPATH": str(worker.parents[1])}
+    found = json.loads(
+        run_warm(worker.read_text(), str(tmp_path), env=tests).stdout.split("\n")[-2]
+    )
     assert found["wrong"] == {}
     assert found["ended"] == 0
     assert found["steps"] > 40

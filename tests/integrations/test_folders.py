@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.folders import save_folder, value_in
 
 import torch_dcpx
 from torch_dcpx import (
@@ -27,26 +28,19 @@ PARTS = ("model", "optimizer")
 
 
 def save(
-    saves: FolderSaves, folder: Path, value: float, condemned: Iterable[Path] = (), **options: Any
+    saves: FolderSaves, folder: Path, value: float, condemned: Sequence[Path] = (), **options: Any
 ) -> None:
     """Saves two parts and a file beside them, as a framework does."""
-    target = saves.begin(lambda: folder, **options)
-    with saves.telling(), noted(target) as parts:
-        for part in PARTS:
-            state = {part: torch.full((8,), value)}
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(target / part))
-        (target / "rest.txt").write_text(str(value))
-    saves.commit(parts, lambda: condemned)
+    save_folder(
+        folder, value, parts=PARTS, files=("rest",), condemned=lambda: list(condemned), by=saves,
+        **options,
+    )  # fmt: skip
 
 
 def values_in(folder: Path) -> list[float]:
     """Returns the value of each part, read by stock, and that of the file."""
-    found = []
-    for part in PARTS:
-        state = {part: torch.zeros(8)}
-        dcp.load(state, checkpoint_id=folder / part)
-        found.append(state[part][0].item())
-    return [*found, float((folder / "rest.txt").read_text())]
+    found = [value_in(folder / part) for part in PARTS]
+    return [*found, float((folder / "rest").read_text().split()[1])]
 
 
 @pytest.fixture
@@ -184,7 +178,8 @@ def test_calls_that_ask_for_more_are_stocks(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=tmp_path / "outside")
         dcp.save(state, storage_writer=_Writer(tmp_path / "inside" / "writer"))
         dcp.save(state, checkpoint_id=tmp_path / "inside" / "plain")
-    assert parts == [(state, tmp_path / "inside" / "plain")]
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "inside" / "stock"))
+    assert parts == [(state, tmp_path / "inside" / name) for name in ("plain", "stock")]
     saved = {path.parent.name for path in tmp_path.rglob(".metadata")}
     assert saved == {*calls, "outside", "writer"}
     more_names = {"a": torch.zeros(3), "b": torch.full((3,), 5.0)}

@@ -21,7 +21,6 @@ from torch_dcpx.planners import save_planner
 from torch_dcpx.ranks.store_keys import StoreKeys
 
 sent: dict[str, int] = {}  # bytes by key, of the save under way on this rank
-MANY = 300
 
 
 class _Counting:
@@ -118,18 +117,6 @@ def a_change_on_one_rank_makes_all_plan(saves: Saves, rank: int, group: Any = No
     # The others keep one agreement a state: theirs is of the other one now.
     assert saves.save(group=group) == both
     assert saves.save(group=group) == known
-
-
-def unchanged_plans_cost_the_same_bytes_whatever_their_size(saves: Saves, rank: int) -> None:
-    sizes = []
-    for tensors in (3, MANY):
-        for _ in range(2):
-            saves.save(tensors=tensors)
-        other = [size for key, size in sent.items() if key.startswith("0/") and "/wake" not in key]
-        sizes.append(sorted(other))
-        told = sent.get(f"0/v/{rank}", 0) + sum(sent.get(f"0/s/{r}", 0) for r in range(3))
-        assert told <= 3 * 160, sent
-    assert sizes[0] == sizes[1]
 
 
 def a_rank_that_lost_its_plans_makes_all_plan(saves: Saves, rank: int) -> None:
@@ -241,7 +228,6 @@ def saves_by_earlier_plans(root: Path) -> None:
     a_change_on_one_rank_makes_all_plan(Saves(root / "default", mesh), rank)
     saves = Saves(root / "own", mesh, dcpx.DcpxSavePlanner())
     a_change_on_one_rank_makes_all_plan(saves, rank)
-    unchanged_plans_cost_the_same_bytes_whatever_their_size(saves, rank)
     a_rank_that_lost_its_plans_makes_all_plan(saves, rank)
     values_that_differ_are_found_in_an_unchanged_state(root / "values", mesh, rank)
     values_that_differ_are_planned_each_time_and_the_lowest_ranks_are_kept(

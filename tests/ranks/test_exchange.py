@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 from torch_dcpx.errors import PlanError, RankError, StorageError
 from torch_dcpx.ranks import store_keys
 from torch_dcpx.ranks.exchange import Exchange
+from torch_dcpx.ranks.failures import RankFailure, error_of, lost_error
 from torch_dcpx.ranks.members import exchange_for
 from torch_dcpx.ranks.store import StoreExchange
 
@@ -187,6 +189,15 @@ def test_failures_of_several_ranks_name_the_lowest_first_and_the_others(ranks: R
     assert "in failing" in str(got[0])  # where on that rank
     assert len({str(e) for e in got}) == 1
     assert_no_key_is_left(ranks)
+
+
+def test_error_of_many_ranks_is_the_lowest_ones_and_names_few() -> None:
+    told = [RankFailure.of(KeyError(str(r)), r, "host", "writing") for r in range(40, 0, -1)]
+    error: Any = error_of(told)
+    assert (error.rank, error.original) == (1, "builtins.KeyError")
+    assert "rank 2 (host)" in str(error) and "more ranks" in str(error)
+    lost: Any = lost_error([(r, "host", "") for r in range(40)], 1.0, "'plan'")
+    assert lost.ranks == tuple(range(40)) and re.search(r"and \d+ more", str(lost))
 
 
 class UnpicklableError(Exception):

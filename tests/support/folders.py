@@ -24,10 +24,12 @@ def save_folder(
     parts: tuple[str, ...] = ("model",),
     files: tuple[str, ...] = (),
     condemned: Callable[[], list[Path]] = list,
+    by: FolderSaves | None = None,
+    **options: Any,
 ) -> None:
-    """Saves a folder as a framework does, by a job of its own."""
-    saves = FolderSaves("save", None)
-    target = saves.begin(lambda: folder)
+    """Saves a folder as a framework does; without `by` in a job of its own, to its end."""
+    saves = by or FolderSaves("save", None)
+    target = saves.begin(lambda: folder, **options)
     with saves.telling(), noted(target) as found:
         for part in parts:
             dcp.save({part: torch.full((8,), value)}, checkpoint_id=target / part)
@@ -35,7 +37,8 @@ def save_folder(
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             (target / name).write_text(f"{name} {value}")
     saves.commit(found, condemned)
-    saves.wait()
+    if by is None:
+        saves.wait()
 
 
 def value_in(part: Path) -> float:
