@@ -53,8 +53,10 @@ def all_through(
 ) -> dict[str, Any]:
     """Does so with several of them in one checkpoint."""
     is_held = door in ("stateful", "nested")
-    kept, state = ({n: Holder({"v": v}) if is_held else v for n, v in given.items()}
-                   for given in (saved, fresh))  # fmt: skip
+    kept, state = (
+        {name: Holder({"v": value}) if is_held else value for name, value in given.items()}
+        for given in (saved, fresh)
+    )
     if door == "stateful":
         dcpx.save(kept, path, no_dist=True)
         dcpx.load(state, path, no_dist=True, **arguments)

@@ -10,6 +10,8 @@ import pytest
 
 import torch_dcpx
 
+Warned = Callable[[], list[str]]
+
 
 class Forkserver:
     """What `multiprocessing` knows of its own. Each test has other numbers: the hook notes them."""
@@ -26,7 +28,7 @@ def forkserver(monkeypatch: pytest.MonkeyPatch) -> Forkserver:
 
 
 @pytest.fixture
-def warned(hook_off: None, caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def warned(hook_off: None, caplog: pytest.LogCaptureFixture) -> Warned:
     """Gives the warnings since the last call."""
 
     def taken() -> list[str]:
@@ -37,9 +39,7 @@ def warned(hook_off: None, caplog: pytest.LogCaptureFixture) -> Callable[[], lis
     return taken
 
 
-def test_forkserver_that_began_before_install(
-    forkserver: Forkserver, warned: Callable[[], list[str]]
-) -> None:
+def test_forkserver_that_began_before_install(forkserver: Forkserver, warned: Warned) -> None:
     forkserver._forkserver_pid = 7
     torch_dcpx.install()
     (text,) = warned()
@@ -53,9 +53,7 @@ def test_forkserver_that_began_before_install(
     assert warned() == []
 
 
-def test_forkserver_that_began_behind_install(
-    forkserver: Forkserver, warned: Callable[[], list[str]]
-) -> None:
+def test_forkserver_that_began_behind_install(forkserver: Forkserver, warned: Warned) -> None:
     torch_dcpx.install()
     forkserver._forkserver_pid = 17
     torch_dcpx.install(durability="full")
@@ -71,9 +69,7 @@ def test_forkserver_that_began_behind_install(
     assert "process 18" in text and "without the hook" in text
 
 
-def test_forkserver_that_began_in_a_block(
-    forkserver: Forkserver, warned: Callable[[], list[str]]
-) -> None:
+def test_forkserver_that_began_in_a_block(forkserver: Forkserver, warned: Warned) -> None:
     with torch_dcpx.use():
         forkserver._forkserver_pid = 27
     (text,) = warned()
@@ -81,7 +77,7 @@ def test_forkserver_that_began_in_a_block(
 
 
 def test_python_that_shows_no_forkserver_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+    monkeypatch: pytest.MonkeyPatch, warned: Warned
 ) -> None:
     for module in (None, SimpleNamespace(), SimpleNamespace(_forkserver=None)):
         monkeypatch.setitem(sys.modules, "multiprocessing.forkserver", module)

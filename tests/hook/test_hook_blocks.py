@@ -20,6 +20,8 @@ from torch_dcpx.hook.settings import VARIABLES
 
 pytestmark = pytest.mark.usefixtures("hook_off")
 
+Before = tuple[int | None, dict[str, str | None]]
+
 
 def used(workers: int) -> AbstractContextManager[None]:
     return torch_dcpx.use(write_options=WriteOptions(workers=workers))
@@ -36,9 +38,7 @@ def variables() -> dict[str, str | None]:
 
 
 @pytest.fixture(params=["off", "on", "variables"])
-def before(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[int | None, dict[str, str | None]]:
+def before(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Before:
     """What is there before the first block."""
     if request.param == "variables":
         monkeypatch.setenv("DCPX_SAFE_GLOBALS", "their.own.Name")
@@ -47,9 +47,7 @@ def before(
     return workers_now(), variables()
 
 
-def test_last_begun_block_counts_and_all_is_as_before_at_the_end(
-    before: tuple[int | None, dict[str, str | None]],
-) -> None:
+def test_last_begun_block_counts_and_all_is_as_before_at_the_end(before: Before) -> None:
     for order in itertools.permutations((1, 2, 3)):
         blocks = {workers: used(workers) for workers in (1, 2, 3)}
         for block in blocks.values():
@@ -64,9 +62,7 @@ def test_last_begun_block_counts_and_all_is_as_before_at_the_end(
     assert workers_now() is None
 
 
-def test_block_that_begins_while_an_earlier_one_has_ended(
-    before: tuple[int | None, dict[str, str | None]],
-) -> None:
+def test_block_that_begins_while_an_earlier_one_has_ended(before: Before) -> None:
     first, second, third = used(1), used(2), used(3)
     first.__enter__()
     second.__enter__()
@@ -78,7 +74,7 @@ def test_block_that_begins_while_an_earlier_one_has_ended(
     assert (workers_now(), variables()) == before
 
 
-def test_blocks_of_two_threads(before: tuple[int | None, dict[str, str | None]]) -> None:
+def test_blocks_of_two_threads(before: Before) -> None:
     has_begun, may_end = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -96,9 +92,7 @@ def test_blocks_of_two_threads(before: tuple[int | None, dict[str, str | None]])
     assert (workers_now(), variables()) == before
 
 
-def test_blocks_of_tasks_generators_and_errors(
-    before: tuple[int | None, dict[str, str | None]],
-) -> None:
+def test_blocks_of_tasks_generators_and_errors(before: Before) -> None:
     async def task(workers: int) -> None:
         with used(workers):
             await asyncio.sleep(0)
@@ -123,9 +117,7 @@ def test_blocks_of_tasks_generators_and_errors(
     assert (workers_now(), variables()) == before
 
 
-def test_calls_of_install_in_a_block_end_with_it(
-    before: tuple[int | None, dict[str, str | None]],
-) -> None:
+def test_calls_of_install_in_a_block_end_with_it(before: Before) -> None:
     with used(1):
         torch_dcpx.install(write_options=WriteOptions(workers=6))
         assert workers_now() == 6

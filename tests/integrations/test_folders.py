@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,12 +177,14 @@ def test_calls_that_ask_for_more_are_stocks(tmp_path: Path) -> None:
         for name, more in calls.items():
             dcp.save(state, checkpoint_id=tmp_path / "inside" / name, **more)
         dcp.save(state, checkpoint_id=tmp_path / "outside")
+        with concurrent.futures.ThreadPoolExecutor() as other:  # what it saves is its own
+            other.submit(dcp.save, state, checkpoint_id=tmp_path / "inside" / "thread").result()
         dcp.save(state, storage_writer=_Writer(tmp_path / "inside" / "writer"))
         dcp.save(state, checkpoint_id=tmp_path / "inside" / "plain")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "inside" / "stock"))
     assert parts == [(state, tmp_path / "inside" / name) for name in ("plain", "stock")]
     saved = {path.parent.name for path in tmp_path.rglob(".metadata")}
-    assert saved == {*calls, "outside", "writer"}
+    assert saved == {*calls, "outside", "thread", "writer"}
     more_names = {"a": torch.zeros(3), "b": torch.full((3,), 5.0)}
     with loads_by_us(tmp_path / "inside"):  # ours would refuse a name that is not there
         partial = dcp.DefaultLoadPlanner(allow_partial_load=True)

@@ -139,6 +139,7 @@ STORED = {"a": (4, 2), "b": (4, 2), "step": None}
         ({"a": "b"}, "'b' and 'a' both become 'b' by rule 0|'a' and 'b' both become 'b'"),
         (lambda _: "x", "'a' and 'b' both become 'x'"),
         ({"none": "b"}, "rule 0 of the KeyMap, dict, matches no stored name: 'none'"),
+        ({"a": "x", "none": "y"}, "dict, matches no stored name: 'none'"),
         (("none", "b"), "matches no stored name: 'none'"),
         (Split("none", ["x", "y"]), "Split, matches no stored name"),
         (Transpose("none"), "Transpose, matches no stored name"),

@@ -155,17 +155,20 @@ def test_resharded_plans_are_stocks(
 
 def test_what_does_not_fit_has_stocks_error() -> None:
     stored = metadata_of({"a": torch.ones(3, 4)})
-    for state, error in (
-        ({"a": torch.ones(3, 4), "more": 1}, RuntimeError),
-        ({"a": torch.ones(4, 3)}, ValueError),
-        ({"a": "text"}, ValueError),
-    ):
-        errors = []
-        for planner in (DcpxLoadPlanner(), DefaultLoadPlanner()):
-            with pytest.raises(error) as caught:
-                plan_by(planner, state, stored)
-            errors.append(str(caught.value))
-        assert errors[0] == errors[1]
+    with as_rank(0, 2):
+        rows: list[tuple[dict[str, Any], type[Exception]]] = [
+            ({"a": torch.ones(3, 4), "more": 1}, RuntimeError),
+            ({"a": torch.ones(4, 3)}, ValueError),
+            ({"a": part_of(torch.ones(2, 4), mesh_of((2,)), [Shard(0)])}, ValueError),
+            ({"a": "text"}, ValueError),
+        ]
+        for state, error in rows:
+            errors = []
+            for planner in (DcpxLoadPlanner(), DefaultLoadPlanner()):
+                with pytest.raises(error) as caught:
+                    plan_by(planner, state, stored)
+                errors.append(str(caught.value))
+            assert errors[0] == errors[1]
 
 
 def stored_in(sizes: tuple[int, ...], *boxes: tuple[Any, Any]) -> Metadata:
