@@ -11,10 +11,22 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from root_jobs import NEVER, PROOFS, Job, alarm, locks, manager_of, save, snapshot
+from root_jobs import (
+    NEVER,
+    PROOFS,
+    Job,
+    alarm,
+    locks,
+    manager_of,
+    put,
+    save,
+    save_and_become_another,
+    started,
+)
 from support.machine import seconds
 from trainings import damage, large
 
@@ -24,21 +36,22 @@ from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage import root_lock
 from torch_dcpx.storage.holder import Holder
 from torch_dcpx.storage.names import root_lock_name
-from torch_dcpx.storage.root_record import FileRecord
+from torch_dcpx.storage.root_record import FileRecord, identity_of
+
+FLAGS = pytest.mark.parametrize("flags", [(), ("no-flock",)])
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
-    def start(*flags: str, **values: float) -> Job:
-        made.append(Job(tmp_path, *flags, **values))
+    def start(*flags: str, root: Path = tmp_path, **values: float) -> Job:
+        made.append(Job(root, *flags, **values))
         return made[-1]
 
     yield start
-    for job in made:
-        job.process.kill()
-        job.process.communicate()
+    for one in made:
+        one.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -47,23 +60,35 @@ def _proofs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(root_lock, name, value)
 
 
+def is_given_back(root: Path) -> bool:
+    (name,) = locks(root)
+    found = Holder.decoded((root / name).read_bytes())
+    return found is not None and found.is_over
+
+
+def is_refused(found: Any) -> bool:
+    return bool(found["error"] == "ConcurrentSaveError")
+
+
 # ---- Two processes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [(), ("no-flock",)])
-def test_second_live_job_is_refused_before_a_byte(
-    tmp_path: Path, jobs: Callable[..., Job], flags: tuple[str, ...]
-) -> None:
-    first, second = jobs(*flags), jobs(*flags)
+@FLAGS
+def test_second_live_job_is_refused_before_a_byte(tmp_path: Path, job: Any, flags: Any) -> None:
+    def snapshot() -> dict[Path, bytes]:
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in files if ".dcpx.root." not in path.name}
+
+    first, second = job(*flags), job(*flags)
     assert first.tell("save 1") is None
-    before = snapshot(tmp_path)
+    before = snapshot()
     found = second.tell("save 2")
-    assert found["error"] == "ConcurrentSaveError", found
+    assert is_refused(found), found
     owner = f"host={socket.gethostname()} pid={first.process.pid} since=20"
     assert found["owner"].startswith(owner)
     assert found["owner"] in found["text"]
     assert "a root of its own" in found["text"]
-    assert snapshot(tmp_path) == before
+    assert snapshot() == before
     assert second.tell("resume") == 1
     assert first.tell("save 3") is None
     assert first.tell("close") is None
@@ -71,38 +96,37 @@ def test_second_live_job_is_refused_before_a_byte(
     assert len(locks(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("flags", [(), ("no-flock",)])
-def test_job_that_is_restarted_here_waits_for_no_killed_one(
-    tmp_path: Path, jobs: Callable[..., Job], flags: tuple[str, ...]
-) -> None:
-    first = jobs(*flags)
+@FLAGS
+def test_job_that_is_restarted_here_waits_for_no_killed_one(job: Any, flags: Any) -> None:
+    first = job(*flags)
     assert first.tell("save 1") is None
     first.process.send_signal(signal.SIGKILL)
-    second = jobs(*flags)  # also where nobody has waited for the killed one
+    second = job(*flags)  # also where nobody has waited for the killed one
     assert second.tell("resume") == 1
     assert second.tell("save 2") is None
 
 
-def test_job_that_is_about_to_end_is_waited_for(tmp_path: Path, jobs: Callable[..., Job]) -> None:
-    first, second = jobs(), jobs(_ENDING_S=NEVER, _LIMIT_S=NEVER)
+def test_job_that_is_about_to_end_is_waited_for(job: Any) -> None:
+    first, second = job(), job(_ENDING_S=NEVER, _LIMIT_S=NEVER)
     assert first.tell("save 1") is None
-    end = threading.Timer(0.5, first.kill)
+    pid = first.process.pid
+    end = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
     end.start()
     assert second.tell("save 2") is None
     end.join()
 
 
-def test_stopped_job_on_this_machine_is_not_gone(tmp_path: Path, jobs: Callable[..., Job]) -> None:
-    first, second = jobs(), jobs(_GONE_S=0.0)
+def test_stopped_job_on_this_machine_is_not_gone(job: Any) -> None:
+    first, second = job(), job(_GONE_S=0.0)
     assert first.tell("save 1") is None
     first.process.send_signal(signal.SIGSTOP)
-    assert second.tell("save 2")["error"] == "ConcurrentSaveError"
+    assert is_refused(second.tell("save 2"))
     first.process.send_signal(signal.SIGCONT)
     assert first.tell("save 3") is None
 
 
-def test_who_only_reads_needs_no_lock(tmp_path: Path, jobs: Callable[..., Job]) -> None:
-    first = jobs()
+def test_who_only_reads_needs_no_lock(tmp_path: Path, job: Any) -> None:
+    first = job()
     assert first.tell("save 1") is None
     held = locks(tmp_path)
     manager = manager_of(tmp_path)
@@ -122,36 +146,30 @@ def test_who_only_reads_needs_no_lock(tmp_path: Path, jobs: Callable[..., Job]) 
     assert manager.tags() == ["step-2", "step-4"]
 
 
-@pytest.mark.parametrize("copy_function", [shutil.copy2, os.link], ids=["copy", "links"])
-@pytest.mark.parametrize("flags", [(), ("no-flock",)])
-def test_copy_of_a_live_root_is_a_root_of_its_own(
-    tmp_path: Path,
-    jobs: Callable[..., Job],
-    flags: tuple[str, ...],
-    copy_function: Callable[[str, str], object],
-) -> None:
-    first, copied = jobs(*flags), tmp_path / "copied"
+@FLAGS
+def test_copy_of_a_live_root_is_a_root_of_its_own(tmp_path: Path, job: Any, flags: Any) -> None:
+    first = job(*flags)
     assert first.tell("save 1") is None
-    shutil.copytree(
-        tmp_path, copied, copy_function=copy_function, ignore=shutil.ignore_patterns("copied")
-    )
-    with manager_of(copied) as manager:
-        save(manager, 2)
-        assert locks(copied) == [root_lock_name(2)]
-        assert first.tell("save 3") is None
-        save(manager, 4)
-    assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
+    for name, how in (("copies", shutil.copy2), ("links", os.link)):
+        copied, left = tmp_path / name, shutil.ignore_patterns("copies", "links")
+        shutil.copytree(tmp_path, copied, copy_function=how, ignore=left)
+        with manager_of(copied) as manager:
+            save(manager, 2)
+            assert locks(copied) == [root_lock_name(2)]
+            assert first.tell("save 1") is None
+            save(manager, 4)
+        assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
 
 
 def test_reader_notes_damage_only_where_it_can_hold_the_root(
-    tmp_path: Path, jobs: Callable[..., Job], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, job: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, state={"x": large(step)})
     damage(tmp_path / "step-2")
-    job, pointer = jobs(_ENDING_S=NEVER), tmp_path / "newest"
-    assert job.tell("save 3") is None
+    other, pointer = job(_ENDING_S=NEVER), tmp_path / "newest"
+    assert other.tell("save 3") is None
     before = pointer.read_bytes()
     with alarm():
         reader = manager_of(tmp_path)
@@ -160,22 +178,22 @@ def test_reader_notes_damage_only_where_it_can_hold_the_root(
         reader._root.tell_damaged()
     assert "later jobs are not told what is damaged" in caplog.text
     assert (pointer.read_bytes(), len(locks(tmp_path))) == (before, 1)
-    assert job.tell("close") is None
+    assert other.tell("close") is None
     reader._root.tell_damaged()
     assert b"damaged" in pointer.read_bytes()
-    assert jobs().tell("save 4") is None
+    assert job().tell("save 4") is None
 
 
-def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+def test_delete_holds_the_root_for_its_call_only(tmp_path: Path, job: Any) -> None:
     with manager_of(tmp_path) as manager:
         save(manager, 1)
         save(manager, 2)
     manager = manager_of(tmp_path)
     manager.delete(2)
-    assert jobs().tell("save 3") is None
+    assert job().tell("save 3") is None
 
 
-def test_child_neither_holds_nor_frees_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+def test_child_neither_holds_nor_frees_the_root(tmp_path: Path, job: Any) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1)
     held = manager._root.files.lock._held
@@ -192,33 +210,59 @@ def test_child_neither_holds_nor_frees_the_root(tmp_path: Path, jobs: Callable[.
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert jobs().tell("save 3")["error"] == "ConcurrentSaveError"
+    assert is_refused(job().tell("save 3"))
     save(manager, 4)
 
 
-def test_end_of_the_process_frees_the_root_for_other_machines(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    assert job.tell("save 1") is None
-    job.process.communicate("")
-    (name,) = locks(tmp_path)
-    found = Holder.decoded((tmp_path / name).read_bytes())
-    assert found is not None and found.is_over
+def test_end_of_the_process_frees_the_root_for_other_machines(tmp_path: Path, job: Any) -> None:
+    one = job()
+    assert one.tell("save 1") is None
+    one.end()
+    assert is_given_back(tmp_path)
+
+
+def test_holder_that_becomes_another_program_by_exec_is_gone(tmp_path: Path) -> None:
+    if identity_of(tmp_path).endswith("@0"):
+        pytest.skip("this file system has no id: its flocks prove nothing")
+    reads, asks = os.pipe()
+    answers, writes = os.pipe()
+    with os.fdopen(reads) as stdin, os.fdopen(writes, "w") as out:
+        other = started(save_and_become_another, tmp_path, stdin=stdin, out=out)
+    with os.fdopen(answers) as lines, os.fdopen(asks, "w"):
+        assert lines.readline() == "done\n"
+        save(manager_of(tmp_path), 2)
+        assert other.poll() is None
+    assert other.wait(seconds(60)) == 0
+
+
+def test_holder_of_the_root_by_another_mount_lives(tmp_path: Path, job: Any) -> None:
+    """FUSE shows the inode without an id of the file system, and not the flock."""
+    one = job(root=tmp_path / "other")
+    inode, pid = identity_of(tmp_path).partition("@")[0], one.process.pid
+    holder = Holder.own(f"{inode}@other")._replace(pid=pid, start="", has_flock=True)
+    put(tmp_path, holder._replace(token="other"))
+    with pytest.raises(ConcurrentSaveError, match=f"pid={pid} "):
+        save(manager_of(tmp_path), 1)
+    assert locks(tmp_path) == [root_lock_name(1)]
+    one.kill()
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
 
 
 # ---- One process --------------------------------------------------------------------------------
 
 
-def test_managers_of_one_process_share_the_root(tmp_path: Path, jobs: Callable[..., Job]) -> None:
+def test_managers_of_one_process_share_the_root(tmp_path: Path, job: Any) -> None:
     one, other = manager_of(tmp_path), manager_of(tmp_path)
     save(one, 1)
     save(other, 2)
     one.close()
-    job = jobs()
-    assert job.tell("save 3")["error"] == "ConcurrentSaveError"
+    third = job()
+    assert is_refused(third.tell("save 3"))
     save(other, 3)
     other.close()
     other.close()
-    assert job.tell("save 4") is None
+    assert third.tell("save 4") is None
 
 
 def test_pointer_that_is_begun_behind_the_lock_stays(
@@ -250,9 +294,8 @@ def test_two_managers_commit_at_once(tmp_path: Path) -> None:
         except BaseException as error:  # noqa: BLE001 - looked at below
             failed.append(error)
 
-    threads = [
-        threading.Thread(target=train, args=(manager_of(tmp_path), begin)) for begin in (0, 100)
-    ]
+    begins = (0, 100)
+    threads = [threading.Thread(target=train, args=(manager_of(tmp_path), at)) for at in begins]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -261,20 +304,28 @@ def test_two_managers_commit_at_once(tmp_path: Path) -> None:
     assert len(manager_of(tmp_path).tags()) == 40
 
 
-@pytest.mark.parametrize("keeps_handle", [True, False])
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("how", ["", "async", "handle", "async handle", "fails"])
 def test_manager_that_nobody_has_frees_the_root(
-    tmp_path: Path, jobs: Callable[..., Job], is_async: bool, keeps_handle: bool
+    tmp_path: Path, job: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = manager_of(tmp_path, async_save=is_async)
+    def fails(*_: object) -> None:
+        raise StorageError("it fails", errno=errno.EIO)
+
+    manager = manager_of(tmp_path, async_save="async" in how or how == "fails")
+    if how == "fails":
+        monkeypatch.setattr(DirectoryRoot, "check_save", fails)
     handle = manager.save(1, state={"x": torch.ones(8)})
-    handle.result()
-    manager.wait()  # the removal of old checkpoints has it
-    if not keeps_handle:
+    if how == "fails":
+        assert isinstance(handle.exception(), StorageError)
+        dcpx.wait()
+    else:
+        handle.result()
+        manager.wait()  # the removal of old checkpoints has it
+    if "handle" not in how:
         del handle
     del manager
     gc.collect()
-    assert jobs().tell("save 2") is None
+    assert job().tell("save 2") is None
 
 
 def test_dropped_manager_gives_its_root_back_without_a_collection(tmp_path: Path) -> None:
@@ -286,27 +337,9 @@ def test_dropped_manager_gives_its_root_back_without_a_collection(tmp_path: Path
         del manager
         with manager_of(tmp_path) as manager:
             save(manager, 2)
-        (name,) = locks(tmp_path)
-        holder = Holder.decoded((tmp_path / name).read_bytes())
-        assert holder is not None and holder.is_over
+        assert is_given_back(tmp_path)
     finally:
         gc.enable()
-
-
-def test_manager_that_nobody_has_frees_the_root_behind_a_save_that_failed(
-    tmp_path: Path, jobs: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise StorageError("it fails", errno=errno.EIO)
-
-    monkeypatch.setattr(DirectoryRoot, "check_save", fails)
-    manager = manager_of(tmp_path, async_save=True)
-    handle = manager.save(1, state={"x": torch.ones(8)})
-    assert isinstance(handle.exception(), StorageError)
-    dcpx.wait()
-    del manager
-    gc.collect()
-    assert jobs().tell("save 2") is None
 
 
 def test_root_that_was_removed_is_taken_again(tmp_path: Path) -> None:
@@ -320,3 +353,18 @@ def test_root_that_was_removed_is_taken_again(tmp_path: Path) -> None:
         (root / name).unlink()
     save(manager, 3)
     assert locks(root) == [root_lock_name(1)]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_renamed_root_is_given_back(tmp_path: Path, goes_on: bool) -> None:
+    root, away = tmp_path / "run", tmp_path / "run.old"
+    manager = manager_of(root)
+    save(manager, 1)
+    root.rename(away)
+    if goes_on:
+        save(manager, 2)
+    else:
+        manager.close()
+    assert is_given_back(away)
+    with manager_of(away) as other:
+        save(other, 3)
