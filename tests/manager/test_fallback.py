@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.ranks import run_cases
 from support.states import assert_same
 from trainings import Training, damage, large, manager_of
 
@@ -27,8 +26,6 @@ from torch_dcpx import (
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.manager import root as manager_root
 from torch_dcpx.manager.catalog import CheckpointCatalog
-
-WORKER = Path(__file__).with_name("fallback_worker.py")
 
 
 @pytest.fixture
@@ -377,11 +374,6 @@ def test_note_of_damage_takes_nothing_of_who_commits_meanwhile(tmp_path: Path) -
     assert temporary.exists()
     found = json.loads((tmp_path / "newest").read_bytes())
     assert (found["tag"], len(found["damaged"])) == ("step-3", 1)
-
-
-@pytest.mark.multirank
-def test_ranks_fall_back_together_whichever_has_read_the_damage(tmp_path: Path) -> None:
-    run_cases(WORKER, 2, "all", tmp_path)
 
 
 def test_array_of_objects_is_no_damage(tmp_path: Path) -> None:

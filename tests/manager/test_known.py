@@ -76,7 +76,7 @@ def test_save_to_what_lies_beneath_a_mount_that_is_gone_is_refused(tmp_path: Pat
             root.unlink()
             root.symlink_to(beneath)
             for _ in range(2):
-                with pytest.raises(StorageError, match="on another file system.*mount theirs"):
+                with pytest.raises(StorageError, match=r"on another file system.*mount theirs"):
                     save_steps(manager, 3)
             assert list(beneath.iterdir()) == []
             root.unlink()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_cases
 from trainings import manager_of, on_disk, save_steps
 
 import torch_dcpx as dcpx
@@ -19,8 +18,6 @@ from torch_dcpx.cli import ls as cli_list
 from torch_dcpx.manager import removal
 from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.manager.stored import OwnDirectory
-
-WORKER = Path(__file__).with_name("links_worker.py")
 
 
 def snapshot(*directories: Path) -> dict[str, bytes | str]:
@@ -340,7 +337,3 @@ def test_root_whose_link_leads_nowhere_is_no_fresh_one(tmp_path: Path, is_above:
         assert manager.resume(state={"x": torch.zeros(3)}).is_fresh
         manager.save(1, state={"x": torch.ones(3)})
         assert manager.tags() == ["step-1"]
-
-
-def test_change_through_a_link_is_refused_on_all_ranks(root: Path) -> None:
-    run_cases(WORKER, 2, "all", root)

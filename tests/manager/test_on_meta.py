@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_cases
 from torch import nn
 from trainings import manager_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import UnsupportedError
-
-WORKER = Path(__file__).with_name("on_meta_worker.py")
 
 
 class Model(nn.Module):
@@ -156,8 +153,3 @@ def test_load_of_tensors_on_meta_without_ranks_is_refused_by_name(tmp_path: Path
     state["n"] = [torch.empty_like(state["n"][0], device="cpu")]
     dcpx.load(state, tmp_path)
     assert state["n"][0].tolist() == [1, 1]
-
-
-@pytest.mark.multirank
-def test_ranks_refuse_together_what_is_on_meta_on_any(tmp_path: Path) -> None:
-    run_cases(WORKER, 2, "all", tmp_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from support.machine import seconds
-from support.ranks import run_cases
 from support.store_ranks import Ranks
 from trainings import manager_of, save_steps
 
@@ -208,8 +207,3 @@ def test_signals_need_the_main_thread_and_a_signal(tmp_path: Path) -> None:
     thread.start()
     thread.join(seconds(60))
     assert caught
-
-
-@pytest.mark.multirank
-def test_wrong_signals_on_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    run_cases(Path(__file__).with_name("preemption_worker.py"), 2, "all", tmp_path)

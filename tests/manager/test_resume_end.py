@@ -6,19 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ranks import run_cases
 from trainings import Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
 from torch_dcpx.ranks.exchange import Exchange
-
-WORKER = Path(__file__).with_name("resume_end_worker.py")
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_what_raises_on_one_rank_raises_on_all_and_the_next_calls_work(tmp_path: Path) -> None:
-    run_cases(WORKER, 2, "all", tmp_path)
 
 
 def test_schedulers_that_were_not_saved_so_are_refused_before_anything_is_handed_over(

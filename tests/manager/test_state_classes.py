@@ -13,15 +13,12 @@ import numpy
 import pytest
 import torch
 from classes import EveryClass, Lookahead, described
-from support.ranks import run_cases
 from torch import optim
 from trainings import Training, manager_of
 
 from torch_dcpx import CorruptionError, KeyMap, MismatchError, UnsupportedError
 from torch_dcpx.manager.optimizer_kinds import KindRecord, record_of
 from torch_dcpx.storage.names import root_lock_number
-
-WORKER = Path(__file__).with_name("classes_worker.py")
 
 
 def made(kind: Any, seed: int) -> Training:
@@ -76,13 +73,6 @@ def test_states_of_renamed_parameters_come_back_as_they_were(tmp_path: Path) -> 
     manager_of(tmp_path).resume(**parts(other), translate=translate)
     held = [described(one.optimizer.state_dict()["state"]) for one in (training, other)]
     assert held[0] == held[1]
-
-
-@pytest.mark.slow
-@pytest.mark.multirank
-def test_entries_come_back_as_they_were_on_the_same_and_on_fewer_ranks(tmp_path: Path) -> None:
-    run_cases(WORKER, 2, "all", tmp_path, "save")
-    run_cases(WORKER, 1, "all", tmp_path, "resume")
 
 
 def test_usual_states_need_no_record() -> None:
