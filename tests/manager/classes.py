@@ -29,6 +29,7 @@ class EveryClass(torch.optim.Optimizer):
             "step": torch.zeros(()),
             "moment": torch.zeros_like(parameter),
             "low": torch.zeros_like(parameter, dtype=torch.bfloat16),
+            "wide": torch.zeros_like(parameter, dtype=torch.float64),
             "whole": torch.zeros(parameter.size()),
             "row": torch.zeros(parameter.size(0)),
             "one": torch.zeros(1),
@@ -64,6 +65,7 @@ class EveryClass(torch.optim.Optimizer):
                 state["step"] += 1
                 state["moment"].mul_(0.9).add_(parameter.grad)
                 state["low"].add_(parameter.grad.to(torch.bfloat16))
+                state["wide"].add_(parameter.grad.to(torch.float64))
                 for name in ("whole", TRANSPOSED):
                     state[name].mul_(0.9).add_(full)
                 state["row"].add_(full.reshape(full.size(0), -1).mean(1))

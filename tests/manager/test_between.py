@@ -17,7 +17,7 @@ from support.rank_fixture import StartRanks
 from support.states import assert_same
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from trainings import Training, damage, large, manager_of
+from trainings import Held, Training, damage, large, manager_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
@@ -99,20 +99,15 @@ def test_error_of_one_rank_between_two_exchanges_is_raised_on_all(
     ranks(2)(what_raises_between_two_exchanges, tmp_path)
 
 
-class Part:
+class Part(Held):
     """A data loader, a scheduler, or a `Stateful` value; raises `error` when it is loaded."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.loaded: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": 7}
+    error: BaseException | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.error is not None:
             raise self.error
-        self.loaded = state
+        super().load_state_dict(state)
 
 
 class Call:
@@ -121,7 +116,9 @@ class Call:
     def __init__(self, where: str = "", error: BaseException | None = None) -> None:
         self.training, self.own = Training(1), PerRank("mine")
         names = ("lr_scheduler", "dataloader", "stateful")
-        self.parts = {name: Part(error if where == name else None) for name in names}
+        self.parts = {name: Part(position=7) for name in names}
+        if where in names:
+            self.parts[where].error = error
         self.merge_error = error if where == "merge" else None
         self.arguments = {
             "model": self.training.model,
@@ -141,14 +138,14 @@ class Call:
 
     @property
     def is_untouched(self) -> bool:
-        is_loaded = any(part.loaded is not None for part in self.parts.values())
+        is_loaded = any(part.taken for part in self.parts.values())
         return not is_loaded and self.own.value == "mine" and not self.training.optimizer.state
 
 
 def whole_calls_work(manager: Any) -> None:
     whole = Call()
     whole.resume(manager)
-    assert all(part.loaded == {"position": 7} for part in whole.parts.values())
+    assert all(part.taken == [{"position": 7}] for part in whole.parts.values())
     assert whole.own.value == "saved" and len(whole.training.optimizer.state) == 4
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.async_saves import gated
 from support.machine import seconds
-from trainings import manager_of, save_steps
+from trainings import manager_of, save_steps, warnings_of
 
 from torch_dcpx import CheckpointManager, NotCommittedError
 from torch_dcpx import save as save_alone
@@ -43,66 +43,33 @@ def test_foreign_files_do_not_stop_a_fresh_start_and_are_not_warned_of(
         save_steps(manager, 1, 2)
     again = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
     assert (again.step, again.skipped) == (2, ())
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert warnings_of(caplog) == []
 
 
-def only_data(root: Path) -> None:
-    (root / "any" / "__0_0.distcp").mkdir(parents=True)
+STOPS: dict[str, Callable[[Path], Any]] = {
+    **{
+        name: lambda root, name=name: (root / "any" / name).touch()
+        for name in (
+            "__0_0.distcp",
+            "mine_0_0.distcp",
+            "__3.metadata",
+            ".dcpx.deleted",
+            ".dcpx.lock",
+        )
+    },
+    "a first save that began": lambda root: (root / "step-100").mkdir(),
+    "a link to nothing": lambda root: (root / "latest").symlink_to("/none/of/this/is/mounted"),
+    "a link to a checkpoint": lambda root: (root / "latest").symlink_to(root.parent / "elsewhere"),
+}
 
 
-def prefixed_data(root: Path) -> None:
-    (root / "any").mkdir()
-    (root / "any" / "mine_0_0.distcp").touch()
-
-
-def rank_local_metadata(root: Path) -> None:
-    (root / "any").mkdir()
-    (root / "any" / "__3.metadata").touch()
-
-
-def tombstone(root: Path) -> None:
-    (root / "any").mkdir()
-    (root / "any" / ".dcpx.deleted").touch()
-
-
-def begun_save(root: Path) -> None:
-    (root / "any").mkdir()
-    (root / "any" / ".dcpx.lock").touch()
-
-
-def begun_first_save(root: Path) -> None:
-    (root / "step-100").mkdir()
-
-
-def link_to_nothing(root: Path) -> None:
-    (root / "latest").symlink_to("/none/of/this/is/mounted")
-
-
-def link_to_a_checkpoint(root: Path) -> None:
-    save_alone({"x": torch.zeros(3)}, root.parent / "elsewhere", no_dist=True)
-    (root / "latest").symlink_to(root.parent / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    "leave",
-    [
-        only_data,
-        prefixed_data,
-        rank_local_metadata,
-        tombstone,
-        begun_save,
-        begun_first_save,
-        link_to_nothing,
-        link_to_a_checkpoint,
-    ],
-)
-def test_what_may_be_of_a_checkpoint_stops_a_fresh_start(
-    tmp_path: Path, leave: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("what", STOPS)
+def test_what_may_be_of_a_checkpoint_stops_a_fresh_start(tmp_path: Path, what: str) -> None:
     root = tmp_path / "run"
-    root.mkdir()
+    (root / "any").mkdir(parents=True)
+    save_alone({"x": torch.zeros(3)}, tmp_path / "elsewhere", no_dist=True)
     fill_with_foreign(root)
-    leave(root)
+    STOPS[what](root)
     with pytest.raises(NotCommittedError, match="allow_fresh=True") as info:
         manager_of(root).resume(state={"x": torch.zeros(3)})
     assert "notes.txt" not in str(info.value) and "of 1 entry" in str(info.value)
@@ -142,4 +109,4 @@ def test_delete_is_not_warned_of_whatever_else_lies_there(
         save_steps(manager, 4)
     assert manager_of(tmp_path).resume(state={"x": torch.zeros(3)}).skipped == ()
     assert (tmp_path / "step-2" / "notes.txt").read_text() == "mine"
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert warnings_of(caplog) == []

@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[CheckpointManager], object]] = {
 @pytest.mark.timeout(3000)
 def test_call_within_a_save_ends(tmp_path: Path, what: str, seed: int) -> None:
     """The first save of a job that removes what another one has left, interrupted line by line."""
-    step = 1 if EVERY_POINT else 211
+    step = 1 if EVERY_POINT else 401
     with manager_of(tmp_path / "before") as manager:
         for number in (1, 2, 3):
             save(manager, number, float(number))
@@ -115,48 +115,51 @@ def test_call_within_a_save_ends(tmp_path: Path, what: str, seed: int) -> None:
         raise AssertionError("the save has no end")
 
 
-def test_save_within_a_removal_that_has_chosen_the_one_before_it_stays(tmp_path: Path) -> None:
+@pytest.fixture
+def three(tmp_path: Path) -> CheckpointManager:
+    """A manager that removes all but the last, where another job has left three."""
     with manager_of(tmp_path) as manager:
         for number in (1, 2, 3):
             save(manager, number, float(number))
-    manager = manager_of(tmp_path, keep_last=1)
-    forget, told = manager._root.forget, list[str]()
+    return manager_of(tmp_path, keep_last=1)
+
+
+def test_save_within_a_removal_that_has_chosen_the_one_before_it_stays(
+    three: CheckpointManager,
+) -> None:
+    forget, told = three._root.forget, list[str]()
 
     def forgets(tag: str) -> None:
         if not told and sys._getframe(1).f_code.co_name == "_remove_condemned":
             told.append("in")
-            save(manager, "step-1", 5.0)  # as a signal's handler at this line
+            save(three, "step-1", 5.0)  # as a signal's handler at this line
         forget(tag)
 
-    manager._root.forget = forgets  # type: ignore[method-assign]
-    save(manager, 9, 9.0)
-    manager.close()
+    three._root.forget = forgets  # type: ignore[method-assign]
+    save(three, 9, 9.0)
+    three.close()
     state = {"x": torch.zeros(8)}
-    assert manager_of(tmp_path).resume(state=state).tag == "step-1"
+    assert manager_of(Path(three._root.path)).resume(state=state).tag == "step-1"
     assert told and state["x"].tolist() == [5.0] * 8
 
 
-def test_save_to_what_the_interrupted_call_removes_is_refused(tmp_path: Path) -> None:
+def test_save_to_what_the_interrupted_call_removes_is_refused(three: CheckpointManager) -> None:
     """Else the removal would take the new checkpoint for the old one."""
-    with manager_of(tmp_path) as manager:
-        for number in (1, 2, 3):
-            save(manager, number, float(number))
-    manager = manager_of(tmp_path, keep_last=1)
-    remove, told = manager._root.remove, list[str]()
+    remove, told = three._root.remove, list[str]()
 
     def interrupted(tag: str) -> None:
         if not told:
             with pytest.raises(ConcurrentSaveError, match="signal's handler has inter") as caught:
-                save(manager, "step-2", 2.0)
+                save(three, "step-2", 2.0)
             told.append(str(caught.value))
         remove(tag)
 
-    manager._root.remove = interrupted  # type: ignore[method-assign]
+    three._root.remove = interrupted  # type: ignore[method-assign]
     with alarm():
-        save(manager, 4, 4.0)
-        manager.wait()
+        save(three, 4, 4.0)
+        three.wait()
     assert len(told) == 1
-    assert manager.tags() == ["step-4"]
+    assert three.tags() == ["step-4"]
 
 
 def test_wait_for_another_thread_has_a_deadline(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 import torch
 from support.saves import save
-from trainings import manager_of, on_disk, save_steps
+from trainings import manager_of, on_disk, save_steps, warnings_of
+from trainings import resumed as resumed_by
 
 from torch_dcpx.manager.newest import is_lower, numbered, to_ask
 
@@ -21,38 +21,28 @@ def put(root: Path, *names: str) -> None:
 
 def resumed(root: Path) -> tuple[str | None, float, list[str]]:
     """Returns what a resume takes, its value, and what else it says may be newer."""
-    target = {"x": torch.zeros(3)}
-    info = manager_of(root).resume(state=target)
-    return info.tag, target["x"][0].item(), [tag for tag, _ in info.skipped]
+    info, value = resumed_by(root)
+    return info.tag, value, [tag for tag, _ in info.skipped]
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"),
-    [
-        ("checkpoint-900", "checkpoint-1000"),
-        ("global_step90", "global_step100"),
-        ("9", "10"),
-        ("step=99.ckpt", "step=100.ckpt"),
-        ("step9-unsharded", "step10-unsharded"),
-        ("step-000900", "step-001000"),
-        ("step-0900", "step-1000"),
-        ("step-900", "step-00001000"),
-        ("epoch=2-step=100", "epoch=3-step=150"),
-        ("epoch=3-step=99", "epoch=3-step=100"),
-        ("epoch=9-val_loss=0.25", "epoch=10-val_loss=0.125"),
-        ("v9-val_loss=0.25.ckpt", "v10-val_loss=1.5.ckpt"),
-        ("lr=1e-3-epoch9", "lr=2e-04-epoch10"),
-        ("2026-11-28", "2026-12-01"),
-        ("2026-11-28_12-30", "2026-12-01_08-00"),
-        ("run_20261128_123000", "run_20261201_080000"),
-        (f"n{'9' * 200}", f"n1{'0' * 200}"),
-        ("step--9", "step--10"),
-        ("step_9_of_20", "step_10_of_20"),
-    ],
-)
-def test_numbers_of_one_form_are_compared(tmp_path: Path, older: str, newer: str) -> None:
-    assert is_lower(older, newer) and not is_lower(newer, older)
-    for root, names in ((tmp_path / "a", (older, newer)), (tmp_path / "b", (newer, older))):
+IN_ORDER = [
+    ("checkpoint-900", "checkpoint-1000"), ("global_step90", "global_step100"), ("9", "10"),
+    ("step=99.ckpt", "step=100.ckpt"), ("step9-unsharded", "step10-unsharded"),
+    ("step-000900", "step-001000"), ("step-0900", "step-1000"), ("step-900", "step-00001000"),
+    ("epoch=2-step=100", "epoch=3-step=150"), ("epoch=3-step=99", "epoch=3-step=100"),
+    ("epoch=9-val_loss=0.25", "epoch=10-val_loss=0.125"),
+    ("v9-val_loss=0.25.ckpt", "v10-val_loss=1.5.ckpt"), ("lr=1e-3-epoch9", "lr=2e-04-epoch10"),
+    ("2026-11-28", "2026-12-01"), ("2026-11-28_12-30", "2026-12-01_08-00"),
+    ("run_20261128_123000", "run_20261201_080000"), (f"n{'9' * 200}", f"n1{'0' * 200}"),
+    ("step--9", "step--10"), ("step_9_of_20", "step_10_of_20"),
+]  # fmt: skip
+
+
+def test_numbers_of_one_form_are_compared(tmp_path: Path) -> None:
+    for number, (older, newer) in enumerate(IN_ORDER):
+        assert is_lower(older, newer) and not is_lower(newer, older), newer
+        names = (older, newer) if number % 2 else (newer, older)
+        root = tmp_path / str(number)
         put(root, *names)
         assert resumed(root) == (newer, names.index(newer) + 1, [])
         assert manager_of(root).tags() == [older, newer]
@@ -67,7 +57,6 @@ def test_numbers_of_one_form_are_compared(tmp_path: Path, older: str, newer: str
         ("checkpoint-100", "best"),
         ("epoch=3-step=99", "epoch=2-step=100"),
         ("epoch=3-val_loss=0.25", "epoch=3-val_loss=0.5"),
-        ("model-v1.10", "model-v1.9"),
         ("model-v1.10.2", "model-v1.9.3"),
         ("best", "BEST"),
         ("step-9", "step-\u0661\u0660"),  # digits, but none that the others use
@@ -81,45 +70,36 @@ def test_where_names_have_no_order_it_is_said(
     put(tmp_path, taken, other)
     tag, _, told = resumed(tmp_path)
     assert {tag, *told} == {taken, other} and tag is not None
-    reason = caplog.text
+    (reason,) = warnings_of(caplog)
     assert f"'{tag}' was taken, " in reason and f"; tag='{told[0]}' takes this one" in reason
-    assert [r.levelno for r in caplog.records] == [logging.WARNING]
     caplog.clear()
     assert manager_of(tmp_path).resume(tag=told[0]).skipped == ()
     assert not caplog.records
 
 
 def test_highest_of_each_form_stands_for_all(tmp_path: Path) -> None:
-    put(
-        tmp_path, *(f"checkpoint-{n}" for n in (9, 10, 8)), "last", *(f"epoch_{n}" for n in (2, 11))
-    )
-    save_steps(manager_of(tmp_path), 5)
-    tag, value, told = resumed(tmp_path)
-    assert (tag, value) == ("step-5", 5.0)
-    assert told == ["epoch_11", "checkpoint-10", "last"]
+    put(tmp_path, *(f"checkpoint-{n}" for n in (9, 10, 8)), "last", "epoch_2", "epoch_11")
+    save_steps(tmp_path, 5)
+    assert resumed(tmp_path) == ("step-5", 5.0, ["epoch_11", "checkpoint-10", "last"])
 
 
-@pytest.mark.parametrize(
-    ("foreign", "is_told"),
-    [("step-200", True), ("step-99", False), ("step-0200", True), ("step-050", False),
-     ("step-100.5", True), ("last", True), ("checkpoint-50", True)],
-)  # fmt: skip
-@pytest.mark.parametrize("has_pointer", [True, False])
-def test_managers_commit_is_taken_and_what_may_be_later_is_said(
-    tmp_path: Path, foreign: str, is_told: bool, has_pointer: bool
-) -> None:
-    with manager_of(tmp_path) as manager:
-        save_steps(manager, 100)
-        put(tmp_path, foreign)
-        if not has_pointer:
-            (tmp_path / "newest").unlink()
-        target = {"x": torch.zeros(3)}
-        info = manager.resume(state=target)
-        assert (info.tag, target["x"][0]) == ("step-100", 100)
-        assert [tag for tag, _ in info.skipped] == [foreign] * is_told
-        assert manager.resume(state=target, tag=foreign).tag == foreign
-    for reason in (reason for _, reason in info.skipped):
-        assert "no manager saved it" in reason and "'step-100' was taken" in reason
+def test_managers_commit_is_taken_and_what_may_be_later_is_said(tmp_path: Path) -> None:
+    for foreign, is_told in (
+        ("step-200", True), ("step-99", False), ("step-0200", True), ("step-050", False),
+        ("step-100.5", True), ("last", True), ("checkpoint-50", True),
+    ):  # fmt: skip
+        root = tmp_path / foreign
+        save_steps(root, 100)
+        put(root, foreign)
+        for has_pointer in (True, False):
+            if not has_pointer:
+                (root / "newest").unlink()
+            info, value = resumed_by(root)
+            assert (info.tag, value) == ("step-100", 100), foreign
+            assert [tag for tag, _ in info.skipped] == [foreign] * is_told
+            assert manager_of(root).resume(tag=foreign).tag == foreign
+            for reason in (reason for _, reason in info.skipped):
+                assert "no manager saved it" in reason and "'step-100' was taken" in reason
 
 
 def test_tags_of_the_manager_are_no_doubts(
@@ -149,22 +129,20 @@ def test_later_save_of_stock_counts_where_the_pointer_names_one_of_stocks(tmp_pa
 def test_of_many_directories_the_highest_of_each_form_are_looked_at(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    manager = manager_of(tmp_path)
-    save_steps(manager, *range(100, 120), 1)
+    save_steps(tmp_path, *range(100, 120), 1)
     put(tmp_path, "last", "epoch_3")
     assert resumed(tmp_path) == ("step-1", 1.0, ["epoch_3", "last"])
     fresh = manager_of(tmp_path)._root
     chosen, _ = fresh.newest()
     assert chosen is not None
-    names = fresh.files.directories()
-    asked = to_ask(names, chosen, lambda name: name == "step-107")
+    asked = to_ask(fresh.files.directories(), chosen, lambda name: name == "step-107")
     assert (asked[:4], len(asked)) == (["step-107", "step-119", "epoch_3", "last"], 16)
     assert "of the 22 names beside it that may be newer only 16 are looked at" in caplog.text
     assert "not 'step-105', for one" in caplog.text
 
 
 def test_what_is_not_whole_is_no_doubt(tmp_path: Path) -> None:
-    save_steps(manager_of(tmp_path), 1)
+    save_steps(tmp_path, 1)
     put(tmp_path, "step-9")
     next((tmp_path / "step-9").glob("__*.distcp")).unlink()
     (tmp_path / "step-10").mkdir()
@@ -180,20 +158,15 @@ def test_forms_keep_what_is_no_number() -> None:
     assert numbered("1999-12-31")[1] == (19991231,) != numbered("1899-12-31")[1]
 
 
-@pytest.mark.parametrize(
-    ("taken", "other", "why"),
-    [
+def test_why_one_was_taken_and_the_other_was_not(tmp_path: Path) -> None:
+    for taken, other, why in (
         ("checkpoint-1000-bad", "checkpoint-1000", "the last by the alphabet"),
         ("run2-step-5", "run1-step-9", "for the numbers in its name"),
         ("v1.9", "v1.10", "the last by the alphabet"),
         ("step-8", "step_9", "for its name is 'step-N'"),
-    ],
-)
-def test_why_one_was_taken_and_the_other_was_not(
-    tmp_path: Path, taken: str, other: str, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(tmp_path, taken, other)
-    info = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
-    ((tag, reason),) = info.skipped
-    assert (info.tag, tag) == (taken, other) and reason in caplog.text
-    assert f"its name does not say that it is older: '{taken}' was taken, {why};" in reason
+    ):
+        put(tmp_path / taken, taken, other)
+        info, _ = resumed_by(tmp_path / taken)
+        ((tag, reason),) = info.skipped
+        assert (info.tag, tag) == (taken, other)
+        assert f"its name does not say that it is older: '{taken}' was taken, {why};" in reason

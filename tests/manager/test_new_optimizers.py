@@ -42,24 +42,19 @@ def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
     assert [other.train(i) for i in range(3)] == [beside.train(i) for i in range(3)]
 
 
-@pytest.mark.parametrize("is_named", [True, False])
-def test_of_several_optimizers_those_that_were_not_saved_stay_without_state(
-    tmp_path: Path, is_named: bool
-) -> None:
+def test_of_several_optimizers_those_that_were_not_saved_stay_without_state(tmp_path: Path) -> None:
     training = Training()
     first = adamw(training.model[0])
     training.gradients(1)
     first.step()
-    manager_of(tmp_path).save(
-        1, model=training.model, optimizer={"a": first} if is_named else [first]
-    )
-    model = Training(5).model
-    both = {"a": adamw(model[0]), "b": adamw(model[1])}
-    manager_of(tmp_path).resume(
-        model=model, optimizer=both if is_named else list(both.values()), strict=False
-    )
-    assert_same(first.state_dict(), both["a"].state_dict())
-    assert not both["b"].state
+    for own in ({"a": first}, [first]):
+        manager_of(tmp_path).save(1, model=training.model, optimizer=own)
+        model = Training(5).model
+        both = {"a": adamw(model[0]), "b": adamw(model[1])}
+        given = both if isinstance(own, dict) else list(both.values())
+        manager_of(tmp_path).resume(model=model, optimizer=given, strict=False)
+        assert_same(first.state_dict(), both["a"].state_dict())
+        assert not both["b"].state
 
 
 def test_gradients_do_not_keep_a_new_optimizer_from_its_state(tmp_path: Path) -> None:
@@ -141,19 +136,21 @@ class Wrapped:
         self.state_dict, self.load_state_dict = self.inner.state_dict, self.inner.load_state_dict
 
 
+DOORS: dict[str, Any] = {
+    "alone": lambda one: {"lr_scheduler": one},
+    "by name": lambda one: {"lr_scheduler": {"x": one}},
+    "in state": lambda one: {"state": {"x": one}},
+    "wrapped": lambda one: {"lr_scheduler": Wrapped(one.optimizer)},
+}
+
+
 def under(door: str, optimizer: Any) -> dict[str, Any]:
     """Returns the arguments that give a scheduler of an optimizer to a manager."""
-    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, fall)
-    given: dict[str, Any] = {
-        "alone": {"lr_scheduler": scheduler},
-        "by name": {"lr_scheduler": {"x": scheduler}},
-        "in state": {"state": {"x": scheduler}},
-        "wrapped": {"lr_scheduler": Wrapped(optimizer)},
-    }[door]
+    given: dict[str, Any] = DOORS[door](torch.optim.lr_scheduler.LambdaLR(optimizer, fall))
     return given
 
 
-@pytest.mark.parametrize("door", ["alone", "by name", "in state", "wrapped"])
+@pytest.mark.parametrize("door", DOORS)
 def test_groups_of_a_scheduler_that_stand_elsewhere_are_refused(
     tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,30 +187,28 @@ def test_groups_without_a_scheduler_may_stand_elsewhere_beside_one_that_has_it(
     assert rates(now["model"], now["optimizer"]["held"]) == wanted
 
 
-@pytest.mark.parametrize(
-    ("saved", "now", "names", "glob"),
-    [
-        (("0", "1"), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
-        (("0", "1"), ("0", ""), ("state.1.weight", "state.1.bias"), "optimizer.param_groups.1.*"),
-        (("01",), ("0",), ("state.1.weight", "state.1.bias"), "optimizer.state.1.*"),
+WEIGHTS = ("state.1.weight", "state.1.bias")
+
+
+def test_what_saved_groups_had_and_no_group_has_is_refused(tmp_path: Path) -> None:
+    for saved, now, names, glob in (
+        (("0", "1"), ("0",), WEIGHTS, "optimizer.state.1.*"),
+        (("0", "1"), ("0", ""), WEIGHTS, "optimizer.param_groups.1.*"),
+        (("01",), ("0",), WEIGHTS, "optimizer.state.1.*"),
         (("01", ""), ("01",), ("param_groups.1",), "optimizer.param_groups.1"),
         (("", "01"), ("01",), ("param_groups.0",), "optimizer.param_groups.0.*"),
         (("", "0", "1"), ("0", "", "1"), ("param_groups.0",), "*"),
-    ],
-)
-def test_what_saved_groups_had_and_no_group_has_is_refused(
-    tmp_path: Path, saved: Any, now: Any, names: Any, glob: str
-) -> None:
-    model, optimizer = of_groups(0, *saved)
-    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
-    model, optimizer = of_groups(1, *now)
-    parts = {"model": model, "optimizer": optimizer}
-    text = "in none of its groups now.*add_param_group"
-    with pytest.raises(MismatchError, match=text) as caught:
-        manager_of(tmp_path).resume(**parts)
-    assert caught.value.left == tuple(f"optimizer.{name}" for name in names)
-    manager_of(tmp_path).resume(**parts, allow_missing=[glob])
-    manager_of(tmp_path).resume(**parts, strict=False)
+    ):
+        model, optimizer = of_groups(0, *saved)
+        manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+        model, optimizer = of_groups(1, *now)
+        parts = {"model": model, "optimizer": optimizer}
+        text = "in none of its groups now.*add_param_group"
+        with pytest.raises(MismatchError, match=text) as caught:
+            manager_of(tmp_path).resume(**parts)
+        assert caught.value.left == tuple(f"optimizer.{name}" for name in names), (saved, now)
+        manager_of(tmp_path).resume(**parts, allow_missing=[glob])
+        manager_of(tmp_path).resume(**parts, strict=False)
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])

@@ -10,7 +10,9 @@ import torch
 from support.states import assert_same
 from trainings import Training, manager_of, on_disk
 
-from torch_dcpx import MismatchError, OptionError
+from torch_dcpx import KeyMap, MismatchError, OptionError
+from torch_dcpx.manager.state import Parts
+from torch_dcpx.manager.translate import NAMED_GROUPS
 
 optim = torch.optim
 
@@ -25,29 +27,24 @@ def saved_with(root: Path, kind: Any, **kwargs: Any) -> Any:
     return manager
 
 
-@pytest.mark.parametrize(
-    ("saved", "now"),
-    [
-        (optim.Adam, optim.Adamax),
+def test_state_of_another_class_of_optimizer_is_refused_and_nothing_applied(tmp_path: Path) -> None:
+    for saved, now in (
         (optim.AdamW, optim.Adamax),
-        (optim.NAdam, optim.Adamax),
         (optim.RAdam, optim.Adamax),
         (optim.Adam, optim.RAdam),
-    ],
-)
-def test_state_of_another_class_of_optimizer_is_refused_and_nothing_applied(
-    tmp_path: Path, saved: Any, now: Any
-) -> None:
-    manager, other = saved_with(tmp_path, saved), Training(1)
-    before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    optimizer = now(other.model.parameters(), lr=0.3)
-    with pytest.raises(MismatchError, match=f"is {now.__name__}, and {saved.__name__} was saved"):
-        manager.resume(model=other.model, optimizer=optimizer)
-    assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.3
-    assert_same(before, other.model.state_dict())
-    manager.resume(model=other.model, optimizer=optimizer, load_optimizer=False)
-    manager.resume(model=other.model, optimizer=optimizer, strict=False)
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    ):
+        manager, other = saved_with(tmp_path / saved.__name__, saved), Training(1)
+        before = {name: value.clone() for name, value in other.model.state_dict().items()}
+        optimizer = now(other.model.parameters(), lr=0.3)
+        parts = {"model": other.model, "optimizer": optimizer}
+        text = f"is {now.__name__}, and {saved.__name__} was saved"
+        with pytest.raises(MismatchError, match=text):
+            manager.resume(**parts)
+        assert not optimizer.state and optimizer.param_groups[0]["lr"] == 0.3
+        assert_same(before, other.model.state_dict())
+        manager.resume(**parts, load_optimizer=False)
+        manager.resume(**parts, strict=False)
+        assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_of_several_optimizers_by_name_the_one_of_another_class_is_named(tmp_path: Path) -> None:
@@ -77,14 +74,6 @@ def test_class_of_another_name_goes_on_where_it_has_all_settings(tmp_path: Path)
     optimizer = optim.SGD(other.model.parameters())
     manager.resume(model=other.model, optimizer=optimizer)
     assert optimizer.param_groups[0]["momentum"] == 0.9
-
-
-def test_settings_that_an_optimizer_adds_as_it_steps_do_not_make_it_another(tmp_path: Path) -> None:
-    training, manager = Training(), manager_of(tmp_path)
-    training.optimizer.param_groups[0]["step"] = 3
-    manager.save(1, model=training.model, optimizer=training.optimizer)
-    optimizer = optim.AdamW(training.model.parameters())
-    manager.resume(model=training.model, optimizer=optimizer)
 
 
 def test_list_of_optimizers_that_share_a_parameter_is_refused_and_a_dict_is_not(
@@ -155,48 +144,104 @@ def test_parameters_whose_group_stood_behind_those_that_are_left_find_its_settin
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-class Wrapper(optim.Optimizer):
-    """Shows what is another's, and makes nothing of its own, as wrappers of frameworks do."""
-
-    def __init__(self, inner: optim.Optimizer) -> None:
-        self.inner = inner
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.inner.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
+# ---- Optimizers in a dict: under keys that are no texts, and some of those that were saved -------
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_wrapper_that_only_shows_another_optimizers_state_is_saved_and_resumed(
-    tmp_path: Path, steps: int
+def by_key(*keys: Any, seed: int = 0, make: Any = optim.Adam) -> dict[str, Any]:
+    model = Training(seed).model
+    layers = zip(keys, model, strict=False)
+    return {"model": model, "optimizer": {key: make(one.parameters()) for key, one in layers}}
+
+
+def step(given: dict[str, Any]) -> None:
+    for parameter in given["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for one in given["optimizer"].values():
+        one.step()
+
+
+@pytest.mark.parametrize("key", [0, "0", ""])
+def test_states_under_every_key_are_translated_and_not_left_out(tmp_path: Path, key: Any) -> None:
+    given, other = by_key(key, 1), by_key(key, 1, seed=1)
+    step(given)
+    manager_of(tmp_path).save(1, **given)
+    other["model"] = torch.nn.Sequential(torch.nn.Identity(), *other["model"])
+    rules = KeyMap((r"^1\.", "2."), (r"^0\.", "1."))
+    manager_of(tmp_path).resume(**other, translate=rules)
+    assert [len(one.state) for one in other["optimizer"].values()] == [2, 2]
+    other = by_key(key, 1, seed=1)
+    bias = other["model"][0].bias.requires_grad_(False)
+    other["optimizer"][key] = optim.Adam([other["model"][0].weight])
+    for strict in (True, False):
+        with pytest.raises(MismatchError, match=r"nothing here takes: .*0\.bias.*add_param_gr"):
+            manager_of(tmp_path).resume(**other, strict=strict)
+    assert bias not in other["optimizer"][key].state
+
+
+@pytest.mark.parametrize("make", [optim.Adam, optim.SGD])
+def test_an_optimizer_that_is_not_given_is_told(tmp_path: Path, make: Any) -> None:
+    given = by_key("a", "b", make=make)
+    step(given)
+    manager_of(tmp_path).save(1, **given)
+    other = by_key("a", seed=1, make=make)
+    before = other["model"][0].weight.clone()
+    with pytest.raises(MismatchError, match=r"`optimizer\.b\..*; give each optimizer") as caught:
+        manager_of(tmp_path).resume(**other)
+    assert caught.value.left and "allow_missing" in str(caught.value)
+    assert other["model"][0].weight.equal(before) and not other["optimizer"]["a"].state
+    manager_of(tmp_path).resume(**other, allow_missing=["optimizer.b.*"])
+    manager_of(tmp_path).resume(**other, strict=False)
+    manager_of(tmp_path).resume(**other, load_optimizer=False)
+    manager_of(tmp_path).resume(model=other["model"])
+    assert len(other["optimizer"]["a"].state) == (2 if make is optim.Adam else 0)
+
+
+def names_of(given: dict[str, Any]) -> list[Any]:
+    return [group.get("param_names") for group in given["optimizer"].param_groups]
+
+
+def with_names(*order: int, has_names: bool = True, seed: int = 0) -> dict[str, Any]:
+    model = Training(seed).model
+    named = [(f"{at}.weight", model[at].weight) for at in order]
+    optimizer = optim.AdamW(named if has_names else [one for _, one in named], lr=0.1 + seed)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("is_by_parameter", [False, True])
+def test_names_of_parameters_in_groups_are_those_that_the_groups_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_by_parameter: bool
 ) -> None:
-    training, other, manager = Training(), Training(1), manager_of(tmp_path)
-    training.model.bfloat16()
-    training.optimizer.register_step_pre_hook(lambda *_: called.append(1))
-    called: list[int] = []
-    for _ in range(steps):
-        for parameter in training.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    for state in training.optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].float() + 1e-6
-    manager.save(1, model=training.model, optimizer=Wrapper(training.optimizer))
-    assert len(called) == steps
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-    other.model.bfloat16()
-    manager.resume(model=other.model, optimizer=Wrapper(other.optimizer))
-    assert_same(training.optimizer.state_dict(), other.optimizer.state_dict())
+    given = with_names(0, 1)
+    if is_by_parameter:  # as ranks with other groups save
+        record = Parts.record
+
+        def named(*arguments: Any) -> Any:
+            made = record(*arguments)
+            return made._replace(parts=(*made.parts, NAMED_GROUPS))
+
+        monkeypatch.setattr(Parts, "record", named)
+    manager_of(tmp_path).save(1, **given)
+    other = with_names(1, 0, seed=1)
+    manager_of(tmp_path).resume(**other)
+    assert names_of(other) == [["1.weight", "0.weight"]]
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    bare = with_names(0, 1, has_names=False, seed=1)
+    manager_of(tmp_path).resume(**bare)
+    assert names_of(bare) == [None]
+
+
+def test_names_of_parameters_in_groups_are_the_new_ones_under_translate_and_a_split(
+    tmp_path: Path,
+) -> None:
+    manager_of(tmp_path).save(1, **with_names(0, 1))
+    other = with_names(0, 1, seed=1)
+    other["model"] = torch.nn.ModuleDict({"x": other["model"][0], "y": other["model"][1]})
+    both = [("x.weight", other["model"].x.weight), ("y.weight", other["model"].y.weight)]
+    other["optimizer"] = optim.AdamW(both, lr=1.0)
+    manager_of(tmp_path).resume(**other, translate=KeyMap((r"^0\.", "x."), (r"^1\.", "y.")))
+    assert names_of(other) == [["x.weight", "y.weight"]]
+    assert other["optimizer"].param_groups[0]["lr"] == 0.1
+    split = with_names(0, seed=1)
+    split["optimizer"].add_param_group({"params": [("1.weight", split["model"][1].weight)]})
+    manager_of(tmp_path).resume(**split, strict=False)
+    assert names_of(split) == [["0.weight"], ["1.weight"]]

@@ -33,24 +33,26 @@ class Partial(Training):
         return loss.item()
 
 
-def stored_names(path: Path) -> list[str]:
-    return list(DcpxReader(path).read_metadata().state_dict_metadata)
+def stored_states(path: Path) -> set[str]:
+    names = DcpxReader(path).read_metadata().state_dict_metadata
+    return {name.split(".")[2] for name in names if ".state." in name}
+
+
+def go_on_alike(one: Training, other: Training, *steps: int) -> None:
+    assert [one.train(step) for step in steps] == [other.train(step) for step in steps]
 
 
 def test_parameters_without_a_state_have_none_in_the_checkpoint_nor_behind_a_resume(
     tmp_path: Path,
 ) -> None:
-    training, manager = Partial(), manager_of(tmp_path)
+    training, other, manager = Partial(), Partial(1), manager_of(tmp_path)
     training.train(1)
     manager.save(1, **training.parts)
-    states = {name.split(".")[2] for name in stored_names(tmp_path / "step-1") if ".state." in name}
-    assert states == {"0", "1"}
-    other = Partial(1)
+    assert stored_states(tmp_path / "step-1") == {"0", "1"}
     info = manager.resume(**other.parts)
     assert info.report is not None and info.report.is_whole
-    assert_same(training.model.state_dict(), other.model.state_dict())
     assert len(other.optimizer.state) == 4
-    assert [other.train(step) for step in (2, 3)] == [training.train(step) for step in (2, 3)]
+    go_on_alike(training, other, 2, 3)
 
 
 def test_save_before_the_first_step_stores_no_state_and_a_resume_takes_away_what_is_there(
@@ -59,11 +61,11 @@ def test_save_before_the_first_step_stores_no_state_and_a_resume_takes_away_what
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     manager.save(0, **training.parts)
     assert not training.optimizer.state
-    assert not [name for name in stored_names(tmp_path / "step-0") if ".state." in name]
+    assert not stored_states(tmp_path / "step-0")
     other.train(1)
     manager.resume(**other.parts)
     assert not other.optimizer.state
-    assert [other.train(step) for step in (1, 2)] == [training.train(step) for step in (1, 2)]
+    go_on_alike(training, other, 1, 2)
 
 
 def test_neither_save_nor_resume_steps_an_optimizer_or_calls_its_hooks(tmp_path: Path) -> None:
@@ -79,9 +81,7 @@ def test_neither_save_nor_resume_steps_an_optimizer_or_calls_its_hooks(tmp_path:
     assert training.model[0].bias.grad is gradient
 
 
-def test_state_that_failed_to_be_had_leaves_the_optimizer_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_that_failed_to_be_had_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
     training = Training()
     state = training.optimizer.state
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -94,27 +94,27 @@ def test_state_that_failed_to_be_had_leaves_the_optimizer_as_it_was(
 def test_parameter_that_was_in_no_saved_optimizer_is_refused_and_nothing_applied(
     tmp_path: Path,
 ) -> None:
-    training, manager = Partial(), manager_of(tmp_path)
+    training, other, manager = Partial(), Partial(1), manager_of(tmp_path)
     used = [*training.model[0].parameters(), *training.model[1].parameters()]
     optimizer = torch.optim.AdamW(used, lr=0.3)
     training.gradients(1)
     optimizer.step()
     manager.save(1, model=training.model, optimizer=optimizer)
 
-    other = Partial(1)
     other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=0.1)
+    parts = {"model": other.model, "optimizer": other.optimizer}
     with pytest.raises(MismatchError, match=r"2 parameters .*'head\.weight', 'head\.bias'"):
-        manager.resume(model=other.model, optimizer=other.optimizer)
+        manager.resume(**parts)
     assert not other.optimizer.state
     assert other.optimizer.param_groups[0]["lr"] == 0.1
     head = other.model.head.weight
-    other.optimizer.state[head] = {"step": torch.tensor(5.0), "exp_avg": torch.ones_like(head),
-                                   "exp_avg_sq": torch.ones_like(head)}  # fmt: skip
-    manager.resume(model=other.model, optimizer=other.optimizer, strict=False)
+    own = {name: torch.ones_like(head) for name in ("exp_avg", "exp_avg_sq")}
+    other.optimizer.state[head] = {"step": torch.tensor(5.0), **own}
+    manager.resume(**parts, strict=False)
     assert other.optimizer.state[head]["step"] == 5
     assert len(other.optimizer.state) == 5
     other.model.head.requires_grad_(False)  # frozen ones need no state
-    manager.resume(model=other.model, optimizer=other.optimizer)
+    manager.resume(**parts)
     assert other.optimizer.param_groups[0]["lr"] == 0.3
 
 
@@ -122,114 +122,32 @@ def test_stock_reads_what_was_saved_and_the_manager_what_stock_and_older_version
     tmp_path: Path,
 ) -> None:
     """Both save a fresh optimizer with a state of zeros and step 1."""
-    training = Training()
+    training, other, fresh = Training(), Training(1), Training(2)
     training.train(1)
     manager_of(tmp_path).save(1, **training.parts)
-    other = Training(1)
     target = {"optimizer": get_optimizer_state_dict(other.model, other.optimizer)}
     dcp.load(target, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    assert_same(
-        get_optimizer_state_dict(training.model, training.optimizer)["state"],
-        target["optimizer"]["state"],
-    )
-    fresh = Training(2)
-    state = {
-        "model": fresh.model.state_dict(),
-        "optimizer": get_optimizer_state_dict(fresh.model, fresh.optimizer),
-    }
+    saved = get_optimizer_state_dict(training.model, training.optimizer)
+    assert_same(saved["state"], target["optimizer"]["state"])
+    optimizer = get_optimizer_state_dict(fresh.model, fresh.optimizer)
+    state = {"model": fresh.model.state_dict(), "optimizer": optimizer}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     manager_of(tmp_path).resume(tag="stock", model=other.model, optimizer=other.optimizer)
     assert {int(one["step"]) for one in other.optimizer.state.values()} == {1}
-
-
-class Odd(torch.optim.Optimizer):
-    """Keeps a state in float64, one that is nested under numbers, a list, and a text."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["sum"] = torch.zeros_like(parameter, dtype=torch.float64)
-                    state["factors"] = {0: torch.ones(2, 3), 1: {"x": torch.ones(()), "n": 0}}
-                    state["last"] = [torch.zeros(3, dtype=torch.bfloat16), None]
-                    state["count"] = 0
-                state["sum"] += parameter.grad
-                state["factors"][0] *= 1.5
-                state["factors"][1]["n"] += 1
-                state["last"][0] += 1
-                state["count"] += 1
-                parameter.data -= (group["lr"] * state["sum"] / state["count"]).to(parameter.dtype)
-
-
-@pytest.mark.parametrize("is_fresh", [True, False])
-def test_states_keep_their_dtypes_keys_and_kinds(tmp_path: Path, is_fresh: bool) -> None:
-    def made(seed: int) -> Partial:
-        training = Partial(seed)
-        training.optimizer = Odd(training.model.parameters())  # type: ignore[assignment]
-        return training
-
-    training, other = made(0), made(1)
-    training.gradients(1)
-    training.optimizer.step()
-    manager_of(tmp_path).save(1, model=training.model, optimizer=training.optimizer)
-    if not is_fresh:
-        other.gradients(1)
-        other.optimizer.step()
-    manager_of(tmp_path).resume(model=other.model, optimizer=other.optimizer)
-    for one in (training, other):
-        for own in one.optimizer.state.values():
-            assert list(own["factors"]) == [0, 1]
-        one.gradients(2)
-        one.optimizer.step()
-    states = [
-        {
-            number: dict(sorted(own.items()))
-            for number, own in one.optimizer.state_dict()["state"].items()
-        }
-        for one in (training, other)
-    ]
-    assert_same(*states)
-    assert_same(training.model.state_dict(), other.model.state_dict())
-
-
-def test_dtypes_are_kept_where_parameters_have_another(tmp_path: Path) -> None:
-    def made(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
-        return model, torch.optim.NAdam(model.parameters())
-
-    (model, optimizer), (other, fresh) = made(0), made(1)
-    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
-    manager_of(tmp_path).resume(model=other, optimizer=fresh)
-    assert optimizer.state[model.weight]["mu_product"].dtype == torch.float32
-    assert_same(optimizer.state[model.weight], fresh.state[other.weight])
 
 
 def test_hooks_of_an_optimizers_load_see_the_states_as_they_are_and_stay(tmp_path: Path) -> None:
     training, other = Training(), Training(1)
     training.train(1)
     manager_of(tmp_path).save(1, **training.parts)
-    seen: list[str] = []
-    other.optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
-    other.optimizer.register_load_state_dict_post_hook(
-        lambda one: seen.append(f"{len(one.state)} behind")
-    )
-    hooks = (
-        other.optimizer._optimizer_load_state_dict_pre_hooks,
-        other.optimizer._optimizer_load_state_dict_post_hooks,
-    )
+    seen, its = [], other.optimizer
+    its.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
+    its.register_load_state_dict_post_hook(lambda one: seen.append(f"{len(one.state)} behind"))
     for _ in range(2):
         manager_of(tmp_path).resume(**other.parts)
     assert seen == ["before", "4 behind"] * 2
-    assert [len(one) for one in hooks] == [1, 1]
+    assert len(its._optimizer_load_state_dict_pre_hooks) == 1
+    assert len(its._optimizer_load_state_dict_post_hooks) == 1
 
 
 def test_states_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
@@ -269,14 +187,14 @@ def test_groups_find_their_settings_where_they_stand_elsewhere_now(tmp_path: Pat
 def test_state_of_a_parameter_that_is_frozen_now_comes_back(tmp_path: Path) -> None:
     training, other = Training(), Training(1)
     training.train(1)
-    training.model[0].requires_grad_(False)
-    other.model[0].requires_grad_(False)
+    for one in (training, other):
+        one.model[0].requires_grad_(False)
     training.train(2)
     manager_of(tmp_path).save(2, **training.parts)
     manager_of(tmp_path).resume(**other.parts)
     for one in (training, other):
         one.model[0].requires_grad_(True)
-    assert [other.train(step) for step in (3, 4)] == [training.train(step) for step in (3, 4)]
+    go_on_alike(training, other, 3, 4)
 
 
 def test_renamed_parameters_without_a_state_stay_without_one(tmp_path: Path) -> None:
@@ -294,4 +212,4 @@ def test_renamed_parameters_without_a_state_stay_without_one(tmp_path: Path) -> 
     manager_of(tmp_path).resume(**other.parts, translate=KeyMap(renamed))
     assert len(other.optimizer.state) == 4
     assert len(calls) == len(set(calls))  # each name once
-    assert [other.train(step) for step in (2, 3)] == [training.train(step) for step in (2, 3)]
+    go_on_alike(training, other, 2, 3)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
+import shutil
+import signal
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import RunPython
+from root_jobs import die_in_delete, die_in_own_save, die_in_save, started
 from support.machine import seconds
-from trainings import manager_of, on_disk, save_steps
+from trainings import contents, manager_of, on_disk, save_steps
 
 from torch_dcpx import ConcurrentSaveError, StorageError, UnsupportedError, WriteOptions
 from torch_dcpx.manager import removal
@@ -22,12 +25,15 @@ from torch_dcpx.manager.directory_root import DirectoryRoot
 from torch_dcpx.storage.directory import Directory
 from torch_dcpx.storage.reader_lock import being_deleted, being_read
 from torch_dcpx.storage.running_save import RunningSave
-from torch_dcpx.storage.save_lock import SaveLock
+from torch_dcpx.storage.save_lock import SaveLock, boot_id
 
 
-def test_data_go_behind_their_metadata_durably(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return monkeypatch.setattr
+
+
+def test_data_go_behind_their_metadata_durably(tmp_path: Path, patch: Any) -> None:
     calls: list[tuple[str, str]] = []
 
     def watched(name: str) -> Any:
@@ -40,11 +46,10 @@ def test_data_go_behind_their_metadata_durably(
 
         return noting
 
-    options = WriteOptions(workers=1, slot_bytes=256 << 10)
-    manager = manager_of(tmp_path, options=options)
+    manager = manager_of(tmp_path, options=WriteOptions(workers=1, slot_bytes=256 << 10))
     save_steps(manager, 1, 2)
     for name in ("rename", "unlink", "sync"):
-        monkeypatch.setattr(Directory, name, watched(name))
+        patch(Directory, name, watched(name))
     manager.delete(1)
     data = [call for call in calls if call[1].endswith(".distcp")]
     small = [call for call in calls if call[1].startswith(".dcpx.")]
@@ -52,15 +57,13 @@ def test_data_go_behind_their_metadata_durably(
     assert on_disk(tmp_path) == {"step-2"}
 
 
-def test_nothing_goes_where_the_root_keeps_the_entry(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_goes_where_the_root_keeps_the_entry(tmp_path: Path, patch: Any) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2)
     before = {file.name for file in (tmp_path / "step-1").iterdir()}
     tmp_path.chmod(0o555)
     if os.geteuid() == 0:  # who may do all
-        monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != tmp_path)
+        patch(os, "access", lambda path, *_, **__: Path(path) != tmp_path)
     with pytest.raises(StorageError, match=r"may not write to .* nothing was removed") as info:
         manager.delete(1)
     tmp_path.chmod(0o755)
@@ -69,9 +72,7 @@ def test_nothing_goes_where_the_root_keeps_the_entry(
     assert manager.tags() == ["step-1", "step-2"]
 
 
-def test_trash_goes_when_no_lock_of_it_is_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trash_goes_when_no_lock_of_it_is_open(tmp_path: Path, patch: Any) -> None:
     """NFS and FUSE rename what is open; the real thing is in `test_fuse.py`."""
     seen: list[set[str]] = []
     unlink = Directory.unlink
@@ -85,14 +86,14 @@ def test_trash_goes_when_no_lock_of_it_is_open(
 
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2)
-    monkeypatch.setattr(Directory, "unlink", noting)
+    patch(Directory, "unlink", noting)
     manager.delete(1)
     assert len(seen) == 3 and on_disk(tmp_path) == {"step-2"}
     assert all(len(targets) == 1 for targets in seen), seen  # the directory itself
 
 
 def test_save_that_opened_a_directory_before_its_removal_does_not_save_to_trash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, patch: Any
 ) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2)
@@ -105,7 +106,7 @@ def test_save_that_opened_a_directory_before_its_removal_does_not_save_to_trash(
         refused.append(caught.value)
         remove(path)
 
-    monkeypatch.setattr(removal, "_remove_trash", late)
+    patch(removal, "_remove_trash", late)
     with Directory(tmp_path / "step-1") as opened:
         manager.delete(1)
     (error,) = refused
@@ -143,9 +144,7 @@ def test_two_removals_of_one_directory_at_once_are_one(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_pin_between_the_choice_and_the_removal_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pin_between_the_choice_and_the_removal_holds(tmp_path: Path, patch: Any) -> None:
     manager = manager_of(tmp_path, keep_last=1)
     save_steps(manager, 1)
     remove = DirectoryRoot.remove
@@ -154,9 +153,8 @@ def test_pin_between_the_choice_and_the_removal_holds(
         manager.pin(tag)
         remove(root, tag)
 
-    monkeypatch.setattr(DirectoryRoot, "remove", pinned_first)
+    patch(DirectoryRoot, "remove", pinned_first)
     save_steps(manager, 2)
-    manager.wait()
     assert manager.tags() == ["step-1", "step-2"]
     with pytest.raises(UnsupportedError, match="pinned"):
         manager.delete(1)
@@ -184,16 +182,13 @@ def test_newest_that_could_not_be_deleted_is_the_newest(tmp_path: Path) -> None:
     assert manager.latest() == manager_of(tmp_path).latest() == "step-1"
 
 
-def test_save_waits_for_the_removal_of_what_lay_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_waits_for_the_removal_of_what_lay_there(tmp_path: Path, patch: Any) -> None:
     """With keep_last=1 and two tags in turn, each save is to where the last but one goes."""
     manager = manager_of(tmp_path, keep_last=1)
     manager.save("a", step=1, user_content=0)
     asked = threading.Event()
     failed: list[BaseException] = []
-
-    one_run = manager._retention._one_run
+    one_run, empty = manager._retention._one_run, removal._empty
 
     def told(doing: str) -> AbstractContextManager[None]:
         """Tells who comes to wait for the run under way."""
@@ -210,7 +205,6 @@ def test_save_waits_for_the_removal_of_what_lay_there(
             asked.set()
 
     again = threading.Thread(target=save_again)
-    empty = removal._empty
 
     def emptied(*args: Any) -> Any:
         if again.ident is None:
@@ -218,8 +212,8 @@ def test_save_waits_for_the_removal_of_what_lay_there(
             assert asked.wait(seconds(60))
         return empty(*args)
 
-    monkeypatch.setattr(manager._retention, "_one_run", told)
-    monkeypatch.setattr(removal, "_empty", emptied)
+    patch(manager._retention, "_one_run", told)
+    patch(removal, "_empty", emptied)
     manager.save("b", step=2, user_content=0)
     manager._retention.wait()
     again.join(seconds(60))
@@ -247,21 +241,95 @@ def test_link_in_place_of_a_directory_on_its_way_out_is_not_followed(tmp_path: P
     (other / ".dcpx.pin").write_text("")
     (tmp_path / "root" / ".dcpx.trash.abc").symlink_to(other)
     save_steps(manager, 2)
-    manager.wait()
     assert [path.name for path in other.iterdir()] == [".dcpx.pin"]
     assert manager.tags() == ["step-2"]
 
 
-@pytest.mark.slow
-def test_process_that_ends_without_close_ends_well(tmp_path: Path) -> None:
+def test_process_that_ends_without_close_ends_well(tmp_path: Path, run_warm: RunPython) -> None:
     """The interpreter's end waits for the removal behind the last save, too."""
-    lines = (
-        "import sys, torch, torch_dcpx as dcpx",
-        "manager = dcpx.CheckpointManager(sys.argv[1], keep_last=1)",
-        "for step in range(5): manager.save(step, state={'x': torch.zeros(3)})",
+    code = (
+        "import sys, torch, torch_dcpx as dcpx\n"
+        "manager = dcpx.CheckpointManager('root', keep_last=1)\n"
+        "for step in range(5): manager.save(step, state={'x': torch.zeros(3)})"
     )
-    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds(120))
-    assert result.returncode == 0, result.stderr
-    assert on_disk(tmp_path) == {"step-4"}
-    assert manager_of(tmp_path).latest() == "step-4"
+    run_warm(code, timeout_s=120)
+    assert on_disk(tmp_path / "root") == {"step-4"}
+    assert manager_of(tmp_path / "root").latest() == "step-4"
+
+
+# ---- What a killed save or removal leaves: it goes under its own name alone ----------------------
+
+
+def killed(function: Callable[..., None], root: Path, tag: str) -> None:
+    assert started(function, root, tag).wait(seconds(120)) == -signal.SIGKILL
+
+
+def goes_on(root: Path, step: int, keep_last: int | None = None) -> set[str]:
+    """Saves as the next job does. Returns what is left."""
+    with manager_of(root, keep_last=keep_last) as manager:
+        save_steps(manager, step)
+    return on_disk(root)
+
+
+def one_and_two(root: Path, tag: str) -> None:
+    with manager_of(root) as manager:
+        manager.save(tag, step=1, user_content=0)
+        save_steps(manager, 2)
+
+
+@pytest.mark.parametrize("tag", ["step-2", "a best%one"])
+def test_unfinished_save_goes_under_its_own_name_alone(tmp_path: Path, tag: str) -> None:
+    goes_on(tmp_path, 1)
+    killed(die_in_save, tmp_path, tag)
+    for name in ("copy", "step-7", "rescue"):
+        shutil.copytree(tmp_path / tag, tmp_path / name)
+    before = contents(tmp_path / "rescue")
+    assert goes_on(tmp_path, 3, 3) == {"step-1", "step-3", "step-7", "copy", "rescue"}
+    assert contents(tmp_path / "rescue") == before
+    (tmp_path / "rescue").rename(tmp_path / tag)
+    assert tag not in goes_on(tmp_path, 4, 3)
+
+
+def test_unfinished_save_of_no_manager_stays(tmp_path: Path) -> None:
+    goes_on(tmp_path, 1)
+    killed(die_in_own_save, tmp_path, "mine")
+    before = contents(tmp_path / "mine")
+    assert goes_on(tmp_path, 3, 1) == {"step-3", "mine"}
+    assert contents(tmp_path / "mine") == before
+
+
+@pytest.mark.parametrize("tag", ["step-1", "best"])
+def test_unfinished_removal_goes_on_under_its_own_name_alone(tmp_path: Path, tag: str) -> None:
+    one_and_two(tmp_path, tag)
+    killed(die_in_delete, tmp_path, tag)
+    (tmp_path / tag).rename(tmp_path / "kept")
+    before = contents(tmp_path / "kept")
+    goes_on(tmp_path, 3)
+    assert contents(tmp_path / "kept") == before
+    (tmp_path / "kept").rename(tmp_path / tag)
+    assert goes_on(tmp_path, 4) == {"step-2", "step-3", "step-4"}
+
+
+@pytest.mark.parametrize("tag", ["step-1", "best"])
+def test_note_of_a_removal_goes_behind_a_later_save(tmp_path: Path, tag: str) -> None:
+    one_and_two(tmp_path, tag)
+    killed(die_in_delete, tmp_path, tag)
+    note = tmp_path / tag / ".dcpx.deleted"
+    note.rename(tmp_path / "note")
+    with manager_of(tmp_path) as manager:
+        manager.save(tag, step=3, user_content=0)
+    shutil.copy(tmp_path / "note", note)
+    shutil.copytree(tmp_path / tag, tmp_path / "step-9")
+    goes_on(tmp_path, 4)
+    assert not note.exists()
+    assert (tmp_path / "step-9" / ".dcpx.deleted").exists()
+
+
+@pytest.mark.parametrize(("tag", "goes"), [("step-2", True), ("step-02", False), ("best", False)])
+def test_what_an_earlier_version_left_goes_where_its_name_is_a_steps(
+    tmp_path: Path, tag: str, goes: bool
+) -> None:
+    goes_on(tmp_path, 1)
+    killed(die_in_save, tmp_path, tag)
+    (tmp_path / tag / ".dcpx.lock").write_text(f"host=me pid={os.getpid()} boot={boot_id()}\n")
+    assert (tag not in goes_on(tmp_path, 3, 3)) is goes

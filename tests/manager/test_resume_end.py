@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import Training, manager_of
+from trainings import Called, Held, Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
 from torch_dcpx.ranks.exchange import Exchange
@@ -26,14 +26,7 @@ def test_schedulers_that_were_not_saved_so_are_refused_before_anything_is_handed
 def test_scheduler_takes_its_state_behind_the_optimizer(tmp_path: Path) -> None:
     order: list[str] = []
 
-    class Scheduler:
-        def state_dict(self) -> dict[str, Any]:
-            return {"a": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            order.append("scheduler")
-
-    training, scheduler = Training(), Scheduler()
+    training, scheduler = Training(), Called(given=lambda _: order.append("scheduler"))
     training.optimizer.register_load_state_dict_post_hook(lambda _: order.append("optimizer"))
     parts = {**training.parts, "lr_scheduler": scheduler}
     manager_of(tmp_path).save(1, **parts)
@@ -53,16 +46,9 @@ def test_scheduler_takes_its_state_behind_the_optimizer(tmp_path: Path) -> None:
 def test_ranks_agree_no_more_often_than_there_is_something_to_apply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], steps: list[str]
 ) -> None:
-    class Loader:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
-
-    own = {"dataloader": Loader()} if "dataloader" in part else {}
+    own = {"dataloader": Held()} if "dataloader" in part else {}
     manager = manager_of(tmp_path)
-    manager.save(1, state={"x": 1}, dataloader=Loader(), user_content={"a": PerRank(3)})
+    manager.save(1, state={"x": 1}, dataloader=Held(), user_content={"a": PerRank(3)})
     found: list[str] = []
     plain = Exchange.all_reduce
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.machine import seconds
 from support.saves import save
-from trainings import manager_of, on_disk, save_steps
+from trainings import Called, manager_of, on_disk, resumed, save_steps
 
 from torch_dcpx import (
     ConcurrentSaveError,
@@ -26,48 +26,31 @@ from torch_dcpx import (
 from torch_dcpx._answers import BOUND
 from torch_dcpx.storage.reader_lock import being_read
 
-
-def kept(root: Path, *steps: int, metrics: Any = None, **rules: Any) -> list[str]:
-    manager = manager_of(root, **rules)
-    for step in steps:
-        value = None if metrics is None else {"loss": metrics[step]}
-        save_steps(manager, step, metrics=value)
-    manager.wait()
-    assert on_disk(root) == set(manager.tags())
-    return manager.tags()
-
-
-def test_no_rule_keeps_all(tmp_path: Path) -> None:
-    assert kept(tmp_path, 1, 2, 3) == ["step-1", "step-2", "step-3"]
-
-
-def test_last_commits_are_kept(tmp_path: Path) -> None:
-    assert kept(tmp_path, 1, 2, 3, 4, keep_last=2) == ["step-3", "step-4"]
-
-
-def test_multiples_are_kept_for_ever(tmp_path: Path) -> None:
-    tags = kept(tmp_path, *range(1, 6), keep_last=1, keep_every=2)
-    assert tags == ["step-2", "step-4", "step-5"]
-
-
-@pytest.mark.parametrize(("mode", "best"), [("min", [2, 4]), ("max", [1, 3])])
-def test_best_by_metric_are_kept(tmp_path: Path, mode: str, best: list[int]) -> None:
-    losses = {1: 9.0, 2: 1.0, 3: 8.0, 4: 2.0, 5: 5.0, 6: float("nan")}
-    tags = kept(tmp_path, *losses, metrics=losses, keep_best=("loss", mode, 2))
-    assert tags == [f"step-{step}" for step in (*best, 6)]
-
-
-def test_rules_hold_over_the_jobs_of_a_training(tmp_path: Path) -> None:
-    kept(tmp_path, 1, 2, 3)
-    assert kept(tmp_path, 4, keep_last=2) == ["step-3", "step-4"]
+LOSSES = {1: 9.0, 2: 1.0, 3: 9.0, 4: 1.0, 5: 1.0, 6: float("nan")}
 
 
 @pytest.mark.parametrize(
-    "rules",
-    [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}, {"keep_last": True},
-     {"keep_best": ("loss", "least", 1)}, {"keep_best": ("loss", "min", 0)}, {"keep_best": "loss"}],
+    ("rules", "steps"),
+    [
+        ({}, [1, 2, 3, 4, 5, 6]),
+        ({"keep_last": 2}, [5, 6]),
+        ({"keep_last": 1, "keep_every": 2}, [2, 4, 6]),
+        ({"keep_best": ("loss", "min", 2)}, [4, 5, 6]),
+        ({"keep_best": ("loss", "max", 1)}, [3, 6]),
+    ],
     ids=repr,
-)  # fmt: skip
+)
+def test_rules_keep_what_they_say(tmp_path: Path, rules: Any, steps: list[int]) -> None:
+    manager = manager_of(tmp_path, **rules)
+    for step, loss in LOSSES.items():
+        save_steps(manager, step, metrics={"loss": loss})
+    assert manager.tags() == [f"step-{step}" for step in steps]
+    assert on_disk(tmp_path) == set(manager.tags())
+    save_steps(manager_of(tmp_path, keep_last=2), 7)  # rules hold over the jobs of a training
+    assert on_disk(tmp_path) == {"step-6", "step-7"}
+
+
+@pytest.mark.parametrize("rules", [{"keep_best": ("loss", "least", 1)}, {"keep_best": "loss"}])
 def test_rule_that_cannot_work_is_refused(tmp_path: Path, rules: Any) -> None:
     with pytest.raises(OptionError):
         manager_of(tmp_path, **rules)
@@ -80,7 +63,6 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None
     save_steps(manager, 2)
     with manager_of(tmp_path, keep_last=1) as other:  # another job respects it
         save_steps(other, 3)
-    manager.wait()
     assert manager.tags() == ["step-1", "step-3"]
     with pytest.raises(UnsupportedError, match="pinned"):
         manager.delete(1)
@@ -89,7 +71,6 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None
     manager.pin(1)  # again is fine
     manager.unpin(1)
     save_steps(manager, 4)
-    manager.wait()
     assert manager.tags() == ["step-4"]
 
 
@@ -97,22 +78,22 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None
 def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(
     tmp_path: Path, is_async: bool
 ) -> None:
+    def files() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
     manager = manager_of(tmp_path, async_save=is_async)
     save_steps(manager, 5)
-    manager.wait()
     manager.pin(5)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files()
     for one in (manager, manager_of(tmp_path, async_save=is_async)):
         with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned; unpin it"):
             one.save(5, state={"x": torch.zeros(3)})
         assert not one._retention.busy
-    assert {path: path.read_bytes() for path in before} == before
-    assert len(before) == sum(path.is_file() for path in tmp_path.rglob("*"))
+    assert files() == before
     manager.unpin(5)
-    manager.save(5, state={"x": torch.zeros(3)})
+    manager.save(5, state={"x": torch.ones(3)})
     manager.wait()
-    state = {"x": torch.ones(3)}
-    assert manager.resume(state=state).step == 5 and not state["x"].any()
+    assert resumed(tmp_path)[1] == 1.0
 
 
 def test_checkpoint_that_is_pinned_while_a_save_to_it_goes_on_keeps_its_content(
@@ -129,18 +110,16 @@ def test_checkpoint_that_is_pinned_while_a_save_to_it_goes_on_keeps_its_content(
     monkeypatch.setattr(manager._retention, "catch_up", pinned_first)
     with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned"):
         manager.save(5, state={"x": torch.zeros(3)})
-    state = {"x": torch.zeros(3)}
-    assert manager.resume(state=state).step == 5 and state["x"].tolist() == [5.0] * 3
+    assert resumed(manager)[1] == 5.0
     assert len(list((tmp_path / "step-5").glob("*.distcp"))) == 1
 
 
 def test_commits_of_two_managers_have_one_order(tmp_path: Path) -> None:
     """One of them at a time: what another has committed meanwhile is older."""
-    one, two = manager_of(tmp_path, keep_last=1), manager_of(tmp_path, keep_last=1)
+    managers = [manager_of(tmp_path, keep_last=1) for _ in range(2)]
     for step in range(1, 5):
-        manager = one if step % 2 else two
+        manager = managers[step % 2]
         save_steps(manager, step)
-        manager.wait()
         assert manager.tags() == [f"step-{step}"] == [manager.latest()]
 
 
@@ -149,12 +128,10 @@ def test_checkpoint_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
     save_steps(manager, 1)
     with being_read(tmp_path / "step-1"):
         save_steps(manager, 2)
-        manager.wait()
         assert manager.tags() == ["step-1", "step-2"]
         with pytest.raises(ConcurrentSaveError, match="reads"):
             manager.delete(1)
     save_steps(manager, 3)
-    manager.wait()
     assert manager.tags() == ["step-3"]
 
 
@@ -163,17 +140,13 @@ def test_load_keeps_what_it_reads_from_deletion(tmp_path: Path) -> None:
     save_steps(manager, 1)
     seen: list[list[str]] = []
 
-    class Reads:
-        def state_dict(self) -> dict[str, Any]:
-            save_steps(manager, 2)
-            manager.wait()
-            seen.append(manager.tags())
-            return {"x": torch.zeros(3)}
+    def meanwhile() -> dict[str, Any]:
+        save_steps(manager, 2)
+        seen.append(manager.tags())
+        return {"x": torch.zeros(3)}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            seen.append(state["x"].tolist())
-
-    load({"state": Reads()}, tmp_path / "step-1", no_dist=True)
+    reads = Called(meanwhile, lambda state: seen.append(state["x"].tolist()))
+    load({"state": reads}, tmp_path / "step-1", no_dist=True)
     assert seen == [["step-1", "step-2"], [1.0] * 3]
     assert manager_of(tmp_path).latest() == "step-2"
 
@@ -188,16 +161,14 @@ def test_save_under_way_keeps_its_directory(tmp_path: Path) -> None:
         waits.set()
         assert goes_on.wait(seconds(60))
 
-    handle = async_save(
-        {"x": torch.zeros(3)}, tmp_path / "other", options=WriteOptions(progress=progress)
-    )
+    options = WriteOptions(progress=progress)
+    handle = async_save({"x": torch.zeros(3)}, tmp_path / "other", options=options)
     assert waits.wait(seconds(60))
     manager._retention.run()
     assert (tmp_path / "other").exists()
     goes_on.set()
     handle.result(seconds(60))
     save_steps(manager, 2, 3)
-    manager.wait()
     assert on_disk(tmp_path) == {"other", "step-3"}  # no manager has saved `other`
 
 
@@ -210,7 +181,6 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     save_steps(manager, 1)
     (tmp_path / "step-1" / "notes.txt").write_text("mine")
     save_steps(manager, 2, 3)
-    manager.wait()
     assert on_disk(tmp_path) == {"step-0", "logs", "empty", "step-1", "step-3"}
     left = {path.name for path in (tmp_path / "step-1").iterdir()}
     assert left == {"notes.txt", ".dcpx.lock"}
@@ -220,28 +190,22 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 def test_checkpoint_that_lost_its_data_takes_no_good_ones_place(tmp_path: Path) -> None:
     manager = manager_of(tmp_path, keep_last=2)
     save_steps(manager, 1, 2)
-    manager.wait()
     next((tmp_path / "step-2").glob("__*.distcp")).unlink()
     save_steps(manager, 3)
-    manager.wait()
     assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
     assert manager.tags() == ["step-1", "step-3"]
     save_steps(manager, 4)
-    manager.wait()
     assert on_disk(tmp_path) == {"step-3", "step-4"}
 
 
 def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path)
-    save_steps(manager, 1, 2, 3)
+    save_steps(tmp_path, 1, 2, 3)
     manager = manager_of(tmp_path, keep_last=1)
     manager.tags()
-    name = next((tmp_path / "step-3").glob("__*.distcp"))
-    os.truncate(name, 10)
+    os.truncate(next((tmp_path / "step-3").glob("__*.distcp")), 10)
     manager._retention.run()
     assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
     save_steps(manager, 4)
-    manager.wait()
     assert manager.tags() == ["step-4"]
 
 
@@ -267,26 +231,19 @@ def test_retention_leaves_no_threads_or_files_open(tmp_path: Path, no_leaks: Non
     assert on_disk(tmp_path) == {"step-3"}
 
 
-def test_tag_is_kept_from_removal_while_a_save_to_it_is_under_way(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path)
-    seen: list[frozenset[str]] = []
-
-    class Looks:
-        def state_dict(self) -> dict[str, Any]:
-            seen.append(manager._retention.busy)
-            return {"x": 1}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    manager.save(1, state={"looks": Looks()})
-    assert set(seen) == {frozenset({"step-1"})}
-    assert not manager._retention.busy
-
-
-def test_tag_of_a_save_that_fails_before_it_begins_may_be_removed(
+def test_tag_is_kept_from_removal_while_a_save_to_it_is_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = manager_of(tmp_path)
+    seen: list[frozenset[str]] = []
+
+    def look() -> dict[str, Any]:
+        seen.append(manager._retention.busy)
+        return {"x": 1}
+
+    manager.save(1, state={"looks": Called(look)})
+    assert set(seen) == {frozenset({"step-1"})}
+    assert not manager._retention.busy
 
     def fail() -> int:
         raise StorageError("read the pointer")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.states import assert_same
-from trainings import Training, manager_of
+from trainings import Held, Training, manager_of
 
 from torch_dcpx import DcpxError, MismatchError, OptionError, PerRank, SaveHandle, load
 
@@ -19,20 +19,20 @@ def test_resumed_training_equals_the_uninterrupted_bit_for_bit(
 ) -> None:
     whole = Training()
     losses = [whole.train(step) for step in range(1, 7)]
-
-    first = Training()
+    first, loader = Training(), Held(position=5)
     with manager_of(tmp_path / "root", async_save=is_async) as manager:
         for step in (1, 2, 3):
             first.train(step)
-        saved = manager.save(3, **first.parts, user_content={"epoch": 2})
+        saved = manager.save(3, **first.parts, dataloader=loader, user_content={"epoch": 2})
         assert isinstance(saved, SaveHandle)
         assert is_async or saved.done()
         first.train(4)  # what was copied is what is saved
 
-    again = Training(seed=1)
-    info = manager_of(tmp_path / "root").resume(**again.parts)
+    again, loader = Training(seed=1), Held(position=0)
+    info = manager_of(tmp_path / "root").resume(**again.parts, dataloader=loader)
     assert (info.tag, info.step, info.user_content) == ("step-3", 3, {"epoch": 2})
     assert info.report is not None and info.report.is_whole
+    assert loader.taken == [{"position": 5}]
     assert [again.train(step) for step in (4, 5, 6)] == losses[3:]
     assert_same(whole.model.state_dict(), again.model.state_dict())
 
@@ -43,11 +43,10 @@ def test_several_optimizers_and_frozen_groups_come_back(tmp_path: Path, several:
         training = Training(seed)
         first, second = training.model
         second.bias.requires_grad_(False)
+        groups = [{"params": [second.weight]}, {"params": [second.bias], "lr": 7.0}]
         optimizers = {
             "one": torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
-            "two": torch.optim.AdamW(
-                [{"params": [second.weight]}, {"params": [second.bias], "lr": 7.0}], lr=0.5
-            ),
+            "two": torch.optim.AdamW(groups, lr=0.5),
         }
         return training, optimizers if several is dict else list(optimizers.values())
 
@@ -61,7 +60,6 @@ def test_several_optimizers_and_frozen_groups_come_back(tmp_path: Path, several:
     manager = manager_of(tmp_path)
     manager.save(1, model=training.model, optimizer=optimizers)
     train(training, optimizers, 2)
-
     other, others = made(1)
     manager.resume(model=other.model, optimizer=others)
     train(other, others, 2)
@@ -69,11 +67,9 @@ def test_several_optimizers_and_frozen_groups_come_back(tmp_path: Path, several:
 
 
 def test_optimizer_is_left_alone_on_request(tmp_path: Path) -> None:
-    training = Training()
+    training, other, manager = Training(), Training(1), manager_of(tmp_path)
     training.train(1)
-    manager = manager_of(tmp_path)
     manager.save(1, **training.parts)
-    other = Training(1)
     manager.resume(**other.parts, load_optimizer=False)
     assert_same(training.model.state_dict(), other.model.state_dict())
     assert not other.optimizer.state
@@ -83,11 +79,10 @@ def test_optimizer_is_left_alone_on_request(tmp_path: Path) -> None:
 def test_state_holds_tensors_values_stateful_objects_and_what_is_each_ranks_own(
     tmp_path: Path,
 ) -> None:
-    module = torch.nn.Linear(2, 2)
+    module, own = torch.nn.Linear(2, 2), PerRank(torch.get_rng_state())
     manager = manager_of(tmp_path)
-    own = PerRank(torch.get_rng_state())
-    state = {"module": module, "x": torch.arange(5), "nested": {"a": (1, 2)}, "rng": own}
-    manager.save("a name", state=state, step=7)
+    values = {"x": torch.arange(5), "nested": {"a": (1, 2)}}
+    manager.save("a name", state={"module": module, **values, "rng": own}, step=7)
     target = {
         "module": torch.nn.Linear(2, 2),
         "x": torch.zeros(5, dtype=torch.long),
@@ -97,53 +92,25 @@ def test_state_holds_tensors_values_stateful_objects_and_what_is_each_ranks_own(
     info = manager.resume(state=target)
     assert (info.tag, info.step) == ("a name", 7)
     assert_same(module.state_dict(), target["module"].state_dict())
-    assert_same(
-        {"x": torch.arange(5), "nested": {"a": (1, 2)}}, {k: target[k] for k in ("x", "nested")}
-    )
+    assert_same(values, {name: target[name] for name in values})
     assert_same(own.value, target["rng"].value)
 
 
-class Loader:
-    """What a stateful data loader is to a manager."""
-
-    def __init__(self, position: int = 0) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-def test_dataloader_comes_back(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path)
-    manager.save(1, dataloader=Loader(5))
-    loader = Loader()
-    manager.resume(dataloader=loader)
-    assert loader.position == 5
-
-
 def test_part_that_was_not_saved_is_an_error_unless_not_strict(tmp_path: Path) -> None:
-    training, loader = Training(), Loader(3)
-    manager = manager_of(tmp_path)
-    manager.save(1, model=training.model)
-    with pytest.raises(MismatchError, match="lr_scheduler, dataloader was not saved"):
-        manager.resume(model=training.model, lr_scheduler=training.scheduler, dataloader=loader)
-    with pytest.raises(MismatchError, match=r"state\.rng was not saved"):
-        manager.resume(state={"rng": PerRank(None)})
-    with pytest.raises(MismatchError, match=r"optimizer\."):
-        manager.resume(model=training.model, optimizer=training.optimizer)
-    info = manager.resume(**training.parts, dataloader=loader, strict=False)
-    assert loader.position == 3
-    assert info.report is not None and info.report.missing
-
-
-def test_optimizer_that_was_not_saved_stays_without_state(tmp_path: Path) -> None:
-    training = Training()
+    training, loader, manager = Training(), Held(position=3), manager_of(tmp_path)
     training.train(1)
-    manager = manager_of(tmp_path)
     manager.save(1, model=training.model)
+    scheduler = training.scheduler
+    for parts, text in (
+        ({"lr_scheduler": scheduler, "dataloader": loader}, "lr_scheduler, dataloader was not sav"),
+        ({"optimizer": training.optimizer}, r"optimizer\."),
+        ({"state": {"rng": PerRank(None)}}, r"state\.rng was not saved"),
+    ):
+        with pytest.raises(MismatchError, match=text):
+            manager.resume(model=training.model, **parts)
+    info = manager.resume(**training.parts, dataloader=loader, strict=False)
+    assert not loader.taken
+    assert info.report is not None and info.report.missing
     other, beside = Training(5), Training(6)
     manager.resume(**other.parts, strict=False)
     manager.resume(model=beside.model)
@@ -153,89 +120,60 @@ def test_optimizer_that_was_not_saved_stays_without_state(tmp_path: Path) -> Non
     assert len(other.optimizer.state) == 4  # what it had stays
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"model": {"a": 1}},
-        {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
-        {"model": torch.nn.Linear(1, 1), "optimizer": 3},
-        {"lr_scheduler": 3},
-        {"dataloader": [1, 2]},
-        {"state": [1]},
-        {"state": {1: 2}},
-        {"metrics": {"loss": "low"}},
-        {"metrics": 3.0},
-        {"step": -1},
-    ],
-    ids=",".join,
-)
-def test_wrong_part_is_refused_before_anything_is_made(tmp_path: Path, wrong: Any) -> None:
-    with pytest.raises(OptionError):
-        manager_of(tmp_path / "root").save("tag", **wrong)
-    assert not (tmp_path / "root").exists()
-
-
-@pytest.mark.parametrize(
-    "tag",
-    ["", ".", "..", "a/b", "/", "a\0b", "newest", "newest.1", ".hidden", " a", "a\n", "x" * 250,
-     "ä" * 125, -1, True, 1.0, None, b"x", "\udcff\udc00\ud800"],
-    ids=repr,
-)  # fmt: skip
-def test_bad_tag_is_refused(tmp_path: Path, tag: Any) -> None:
-    manager = manager_of(tmp_path / "root")
-    with pytest.raises(OptionError, match=r"name a checkpoint|must be an int"):
-        manager.save(tag, user_content=0)
-    if tag is not None:
+def test_wrong_part_tag_or_step_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    manager: Any = manager_of(tmp_path / "root")
+    wrong: list[Any] = [
+        {"model": {"a": 1}}, {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
+        {"model": torch.nn.Linear(1, 1), "optimizer": 3}, {"lr_scheduler": 3},
+        {"dataloader": [1, 2]}, {"state": [1]}, {"state": {1: 2}}, {"metrics": {"loss": "low"}},
+        {"metrics": 3.0}, {"step": -1},
+    ]  # fmt: skip
+    for parts in wrong:
         with pytest.raises(OptionError):
-            manager.resume(tag=tag)
-    assert not (tmp_path / "root").exists()
-
-
-def test_step_and_another_step_are_refused(tmp_path: Path) -> None:
+            manager.save("tag", **parts)
+    tags = [
+        "", ".", "..", "a/b", "/", "a\0b", "newest", "newest.1", ".hidden", " a", "a\n", "x" * 250,
+        "ä" * 125, -1, True, 1.0, b"x", "\udcff\udc00\ud800", None,
+    ]  # fmt: skip
+    for tag in tags:
+        with pytest.raises(OptionError, match=r"name a checkpoint|must be an int"):
+            manager.save(tag, user_content=0)
+        if tag is not None:
+            with pytest.raises(OptionError):
+                manager.resume(tag=tag)
     with pytest.raises(OptionError, match="save step 5 with step=7"):
-        manager_of(tmp_path / "root").save(5, step=7, user_content=0)
+        manager.save(5, step=7, user_content=0)
     assert not (tmp_path / "root").exists()
-    manager_of(tmp_path).save(5, step=5, user_content=0)
-    assert manager_of(tmp_path).latest() == "step-5"
-
-
-def test_longest_tag_is_taken(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path)
+    manager.save(5, step=5, user_content=0)
+    assert manager.latest() == "step-5"
     manager.save("x" * 249, user_content=1)
     assert manager.latest() == "x" * 249
 
 
-def test_end_of_the_block_waits_and_hides_no_exception(tmp_path: Path) -> None:
+def raised_in(manager: Any, *steps: int) -> None:
+    with manager:
+        for step in steps:
+            manager.save(step, user_content=1)
+        raise KeyError("mine")
+
+
+def test_end_of_the_block_waits_and_hides_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     manager = manager_of(tmp_path, async_save=True)
-
-    def train() -> None:
-        with manager:
-            manager.save(1, user_content=1)
-            raise KeyError("mine")
-
     with pytest.raises(KeyError):
-        train()
+        raised_in(manager, 1)
     assert manager_of(tmp_path).latest() == "step-1"
     with pytest.raises(OptionError, match="closed"):
         manager.save(3, user_content=0)
-
-
-def test_exception_of_the_block_outlives_any_error_of_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     manager = manager_of(tmp_path)
 
     def fail(*_: Any) -> None:
         raise ValueError("of a handler of the user's")
 
     monkeypatch.setattr(manager._retention, "wait", fail)
-
-    def train() -> None:
-        with manager:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        train()
+    with pytest.raises(KeyError, match="mine"):  # it outlives any error of the end
+        raised_in(manager)
     with pytest.raises(ValueError, match="handler"), manager:
         pass
 

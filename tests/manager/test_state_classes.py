@@ -45,18 +45,18 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_entries_come_back_as_they_were(tmp_path: Path, kind: str, has_state: bool) -> None:
-    training, other = made(KINDS[kind], 0), made(KINDS[kind], 1)
-    train(training, 1, 2, 3)
-    if has_state:
-        train(other, 7)
-    manager_of(tmp_path).save(3, **parts(training))
-    manager_of(tmp_path).resume(**parts(other))
-    held = [described(one.optimizer.state_dict()) for one in (training, other)]
-    assert held[0] == held[1]
-    assert train(training, 4, 5, 6) == train(other, 4, 5, 6)
+def test_entries_come_back_as_they_were(tmp_path: Path, kind: str) -> None:
+    for has_state in (False, True):
+        training, other = made(KINDS[kind], 0), made(KINDS[kind], 1)
+        train(training, 1, 2, 3)
+        if has_state:
+            train(other, 7)
+        manager_of(tmp_path).save(3, **parts(training))
+        manager_of(tmp_path).resume(**parts(other))
+        held = [described(one.optimizer.state_dict()) for one in (training, other)]
+        assert held[0] == held[1], has_state
+        assert train(training, 4, 5, 6) == train(other, 4, 5, 6)
 
 
 def test_states_of_renamed_parameters_come_back_as_they_were(tmp_path: Path) -> None:
@@ -126,46 +126,39 @@ class Bare(optim.SGD):
         return own
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (Bare, "a parameter's state is a Tensor, not a dict"),
-        (lambda parameters: Nested(optim.SGD(list(parameters), 0.1)), "has 'base', not 'state'"),
-        (Global, "its state has 'seen', which is of no parameter"),
-        (
-            lambda parameters: [Lookahead(optim.SGD([one], 0.1)) for one in parameters],
-            "has 'lookahead' besides, not under a list of optimizers: give a dict by name",
-        ),
-    ],
-    ids=["bare", "nested", "global", "list"],
-)
-def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(
-    tmp_path: Path, kind: Any, text: str
-) -> None:
-    training = made(kind, 0)
-    with pytest.raises(UnsupportedError, match=text):
-        manager_of(tmp_path).save(1, **parts(training))
-    files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert [name for name in files if root_lock_number(name) is None] == []
+REFUSED: list[tuple[Any, str]] = [
+    (Bare, "a parameter's state is a Tensor, not a dict"),
+    (lambda parameters: Nested(optim.SGD(list(parameters), 0.1)), "has 'base', not 'state'"),
+    (Global, "its state has 'seen', which is of no parameter"),
+    (
+        lambda parameters: [Lookahead(optim.SGD([one], 0.1)) for one in parameters],
+        "has 'lookahead' besides, not under a list of optimizers: give a dict by name",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("other", "kind"),
-    [
-        ("a.state.0.weight", "state"),
-        ("a.state.1.bias.x", "state"),
-        ("a.param_groups.0", "param_groups"),
-        ("a.param_groups", ""),
-        ("a.dcpx_kinds", "dcpx_kinds"),
-        ("a.lookahead", "lookahead"),
-        ("a.state", ""),
-        ("a.state.x", ""),
-        ("a.b", ""),
-        ("as", ""),
-    ],
-)
+def test_what_no_resume_could_give_back_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    for kind, text in REFUSED:
+        training = made(kind, 0)
+        with pytest.raises(UnsupportedError, match=text):
+            manager_of(tmp_path).save(1, **parts(training))
+        files = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert [name for name in files if root_lock_number(name) is None] == []
+
+
+READ_AS = {
+    "a.state.0.weight": "state",
+    "a.state.1.bias.x": "state",
+    "a.param_groups.0": "param_groups",
+    "a.dcpx_kinds": "dcpx_kinds",
+    "a.lookahead": "lookahead",
+    **dict.fromkeys(("a.param_groups", "a.state", "a.state.x", "a.b", "as"), ""),
+}
+
+
+@pytest.mark.parametrize("other", READ_AS)
 def test_optimizers_of_which_one_would_be_read_as_another_are_refused_at_the_save(
-    tmp_path: Path, other: str, kind: str
+    tmp_path: Path, other: str
 ) -> None:
     def given(seed: int) -> dict[str, Any]:
         training = Training(seed)
@@ -174,10 +167,10 @@ def test_optimizers_of_which_one_would_be_read_as_another_are_refused_at_the_sav
         both[1].step()
         return {"model": training.model, "optimizer": {"a": Lookahead(both[0]), other: both[1]}}
 
-    if kind:
+    if kind := READ_AS[other]:
         with pytest.raises(UnsupportedError, match=f"read '{other}' as the {kind} of 'a'; give"):
             manager_of(tmp_path).save(1, **given(0))
-        assert not [path for path in tmp_path.rglob("*") if path.name.startswith("step")]
+        assert not list(tmp_path.rglob("step*"))
         return
     saved, now = given(0), given(1)
     manager_of(tmp_path).save(1, **saved)
@@ -203,28 +196,22 @@ def quantized() -> torch.Tensor:
 Pair = namedtuple("Pair", "a b")
 
 
+VALUES: list[tuple[Any, str, str]] = [
+    (quantized, "state", r"'state\.0\.weight\.v' is a quantized Tensor \(torch\.qint8\)"),
+    (lambda: [{"x": quantized()}], "param_groups", r"'param_groups\.0\.v\.0\.x' is a quantized"),
+    (numpy.arange(3), "state", r"SGD has a numpy\.ndarray in the state 'v'"),
+    ({"x": [1, (numpy.array(2.0),)]}, "state", r"SGD has a numpy\.ndarray in the state 'v'"),
+    (range(3), "state", r"a builtins\.range in"),
+    (Pair(1, 2), "state", r"a .*\.Pair in"),
+]
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
-@pytest.mark.parametrize(
-    ("value", "place", "text"),
-    [
-        (quantized, "state", r"'state\.0\.weight\.v' is a quantized Tensor \(torch\.qint8\)"),
-        (
-            lambda: [{"x": quantized()}],
-            "param_groups",
-            r"'param_groups\.0\.v\.0\.x' is a quantized Tensor",
-        ),
-        (numpy.arange(3), "state", r"SGD has a numpy\.ndarray in the state 'v'"),
-        ({"x": [1, (numpy.array(2.0),)]}, "state", r"SGD has a numpy\.ndarray in the state 'v'"),
-        (range(3), "state", r"a builtins\.range in"),
-        (Pair(1, 2), "state", r"a .*\.Pair in"),
-    ],
-)
-def test_values_that_no_load_makes_anew_are_refused_at_the_save(
-    tmp_path: Path, value: Any, place: str, text: str
-) -> None:
-    with pytest.raises(UnsupportedError, match=text):
-        manager_of(tmp_path).save(1, **parts(holding(value, 0, place)))
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("step")]
+def test_values_that_no_load_makes_anew_are_refused_at_the_save(tmp_path: Path) -> None:
+    for value, place, text in VALUES:
+        with pytest.raises(UnsupportedError, match=text):
+            manager_of(tmp_path).save(1, **parts(holding(value, 0, place)))
+        assert not list(tmp_path.rglob("step*"))
 
 
 def test_values_that_an_optimizers_own_load_takes_are_saved(tmp_path: Path) -> None:
@@ -261,25 +248,20 @@ KEPT = {
 }
 
 
-# torch copies settings, and no tensor that is no leaf.
-PLACES = [(name, at) for name in KEPT for at in ("state", "param_groups")]
-
-
-@pytest.mark.parametrize(
-    ("name", "place"), [one for one in PLACES if one != (NO_LEAF, "param_groups")]
-)
-def test_marks_of_tensors_and_texts_in_sets_come_back(
-    tmp_path: Path, name: str, place: str
-) -> None:
-    manager_of(tmp_path).save(1, **parts(holding(KEPT[name], 0, place)))
-    now = copy.deepcopy(KEPT[name]) if name != NO_LEAF else torch.zeros(3)
-    others = [holding(now, 1, place), made(lambda parameters: optim.SGD(parameters, 0.1), 1)]
-    wanted = KEPT[name].detach().requires_grad_() if name == NO_LEAF else KEPT[name]
-    for other in others:
-        manager_of(tmp_path).resume(**parts(other))
-        group = other.optimizer.param_groups[0]
-        held = group if place == "param_groups" else other.optimizer.state[group["params"][0]]
-        assert marked(held["v"]) == marked(wanted)
+@pytest.mark.parametrize("place", ["state", "param_groups"])
+def test_marks_of_tensors_and_texts_in_sets_come_back(tmp_path: Path, place: str) -> None:
+    for name, kept in KEPT.items():
+        is_no_leaf = name == NO_LEAF
+        if is_no_leaf and place == "param_groups":
+            continue  # torch copies settings, and no tensor that is no leaf
+        manager_of(tmp_path).save(1, **parts(holding(kept, 0, place)))
+        now = torch.zeros(3) if is_no_leaf else copy.deepcopy(kept)
+        wanted = kept.detach().requires_grad_() if is_no_leaf else kept
+        for other in (holding(now, 1, place), made(lambda p: optim.SGD(p, 0.1), 1)):
+            manager_of(tmp_path).resume(**parts(other))
+            group = other.optimizer.param_groups[0]
+            held = group if place == "param_groups" else other.optimizer.state[group["params"][0]]
+            assert marked(held["v"]) == marked(wanted), name
 
 
 def test_own_entries_that_an_optimizer_has_not_are_refused(tmp_path: Path) -> None:
@@ -308,25 +290,21 @@ def test_own_entries_that_were_not_saved_are_missing_by_name(tmp_path: Path) -> 
 GOOD = {"format": 1, "kinds": [], "keys": {}, "empty": [], "extras": []}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "", "[]", "{}", "null", "[" * 100_000,
-        *(json.dumps(GOOD | more) for more in (
-            {"format": 2}, {"kinds": 1}, {"kinds": [[["T", [0], None, [0, 0], "cpu"], ["a"]]]},
-            {"kinds": [[["T", [-1], None, None, "cpu"], ["a"]]]}, {"kinds": [[[1], ["a"]]]},
-            {"kinds": [[["T", None, [None, ["x"], 1], None, "cpu"], ["a"]]]},
-            {"kinds": [[["T", None, None, [64], "cpu"], ["a"]]]}, {"keys": {"a": [[1, 2]]}},
-            {"keys": {"a": [["x", {"bytes": "zz"}]]}}, {"keys": {"a": [["x", {"a": 1, "b": 2}]]}},
-            {"keys": {"a": [["x", [1]]]}}, {"empty": [[]]}, {"empty": [[None]]}, {"extras": [1]},
-            {"grads": [1]}, {"parameters": 1},
-        )),
-    ],
-)  # fmt: skip
-def test_record_that_is_none_is_refused(wrong: str) -> None:
+def test_record_that_is_none_is_refused() -> None:
     assert KindRecord.decoded({"x": json.dumps(GOOD)}) == KindRecord()
-    with pytest.raises(CorruptionError, match="describes no optimizer's state"):
-        KindRecord.decoded({"x": wrong})
+    lies: list[dict[str, Any]] = [
+        {"format": 2}, {"kinds": 1}, {"kinds": [[["T", [0], None, [0, 0], "cpu"], ["a"]]]},
+        {"kinds": [[["T", [-1], None, None, "cpu"], ["a"]]]}, {"kinds": [[[1], ["a"]]]},
+        {"kinds": [[["T", None, [None, ["x"], 1], None, "cpu"], ["a"]]]},
+        {"kinds": [[["T", None, None, [64], "cpu"], ["a"]]]}, {"keys": {"a": [[1, 2]]}},
+        {"keys": {"a": [["x", {"bytes": "zz"}]]}}, {"keys": {"a": [["x", {"a": 1, "b": 2}]]}},
+        {"keys": {"a": [["x", [1]]]}}, {"empty": [[]]}, {"empty": [[None]]}, {"extras": [1]},
+        {"grads": [1]}, {"parameters": 1},
+    ]  # fmt: skip
+    texts = ["", "[]", "{}", "null", "[" * 100_000, *(json.dumps(GOOD | lie) for lie in lies)]
+    for wrong in texts:
+        with pytest.raises(CorruptionError, match="describes no optimizer's state"):
+            KindRecord.decoded({"x": wrong})
 
 
 def of_both(training: Training, *, has_second: bool) -> Any:
@@ -335,24 +313,22 @@ def of_both(training: Training, *, has_second: bool) -> Any:
     return optim.AdamW(groups)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_states_of_a_parameter_that_is_in_no_group_are_not_left_out(
-    tmp_path: Path, strict: bool
-) -> None:
-    training, other = Training(0), Training(1)
+def test_states_of_a_parameter_that_is_in_no_group_are_not_left_out(tmp_path: Path) -> None:
+    training = Training(0)
     training.optimizer = of_both(training, has_second=True)
     train(training, 1)
     manager_of(tmp_path).save(1, **parts(training))
-    other.optimizer = of_both(other, has_second=False)
-    before = described(dict(other.model.named_parameters()))
-    with pytest.raises(MismatchError, match=r"`optimizer\.state\.1\..*add_param_group") as caught:
-        manager_of(tmp_path).resume(**parts(other), strict=strict)
-    assert len(caught.value.left or ()) == 6
-    assert described(dict(other.model.named_parameters())) == before
-    manager_of(tmp_path).resume(
-        **parts(other), strict=strict, allow_missing=["optimizer.state.1.*"]
-    )
-    assert len(other.optimizer.state) == 2
+    for strict in (True, False):
+        other = Training(1)
+        other.optimizer = of_both(other, has_second=False)
+        before = described(dict(other.model.named_parameters()))
+        with pytest.raises(MismatchError, match=r"`optimizer\.state\.1\..*add_param_gr") as caught:
+            manager_of(tmp_path).resume(**parts(other), strict=strict)
+        assert len(caught.value.left or ()) == 6
+        assert described(dict(other.model.named_parameters())) == before
+        allowed = ["optimizer.state.1.*"]
+        manager_of(tmp_path).resume(**parts(other), strict=strict, allow_missing=allowed)
+        assert len(other.optimizer.state) == 2
 
 
 def test_parameters_of_a_larger_model_are_not_left_out_unless_allowed(tmp_path: Path) -> None:

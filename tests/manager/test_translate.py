@@ -102,34 +102,33 @@ def test_names_that_two_parameters_swap_take_their_states_along(tmp_path: Path) 
     assert [group["lr"] for group in swapped.param_groups] == [2.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Split(r"0\.weight", ["a", "b"], sizes=[3, 4]),
-        Merge([r"0\.bias", r"1\.bias"], "bias"),
-        Transpose(r"1\.weight"),
-    ],
-)
+RESHAPED = [
+    Split(r"0\.weight", ["a", "b"], sizes=[3, 4]),
+    Merge([r"0\.bias", r"1\.bias"], "bias"),
+    Transpose(r"1\.weight"),
+]
+
+
 def test_what_changes_shapes_is_refused_with_an_optimizer_and_taken_without(
-    tmp_path: Path, saved: Training, rule: Any
+    tmp_path: Path, saved: Training
 ) -> None:
-    other = Training(1)
-    before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    with pytest.raises(UnsupportedError, match=r"translate reshapes '.*load_optimizer=False"):
-        manager_of(tmp_path).resume(**other.parts, translate=KeyMap(rule))
-    assert_same(before, other.model.state_dict())
-    assert not other.optimizer.state or not any(
-        value["exp_avg"].any() for value in other.optimizer.state.values()
-    )
-    model: Any = torch.nn.Module()
-    mapped = KeyMap(rule).resolve({n: tuple(v.shape) for n, v in before.items()})
-    for name, entry in mapped.items():
-        model.register_buffer(name.replace(".", "_"), torch.zeros(entry.sizes))
-    rules = KeyMap(rule, lambda name: name.replace(".", "_"))
-    info = manager_of(tmp_path).resume(model=model, optimizer=None, translate=rules)
-    assert info.report is not None and info.report.is_whole
-    total = sum(value.double().sum() for value in saved.model.state_dict().values())
-    torch.testing.assert_close(sum(b.double().sum() for b in model.buffers()), total)
+    for rule in RESHAPED:
+        other = Training(1)
+        before = {name: value.clone() for name, value in other.model.state_dict().items()}
+        with pytest.raises(UnsupportedError, match=r"translate reshapes '.*load_optimizer=False"):
+            manager_of(tmp_path).resume(**other.parts, translate=KeyMap(rule))
+        assert_same(before, other.model.state_dict())
+        moments = [value["exp_avg"] for value in other.optimizer.state.values()]
+        assert not any(one.any() for one in moments)
+        model: Any = torch.nn.Module()
+        mapped = KeyMap(rule).resolve({n: tuple(v.shape) for n, v in before.items()})
+        for name, entry in mapped.items():
+            model.register_buffer(name.replace(".", "_"), torch.zeros(entry.sizes))
+        rules = KeyMap(rule, lambda name: name.replace(".", "_"))
+        info = manager_of(tmp_path).resume(model=model, optimizer=None, translate=rules)
+        assert info.report is not None and info.report.is_whole
+        total = sum(value.double().sum() for value in saved.model.state_dict().values())
+        torch.testing.assert_close(sum(b.double().sum() for b in model.buffers()), total)
 
 
 def test_what_is_missing_is_told_by_the_models_names_and_forgiven_on_request(
@@ -150,27 +149,22 @@ def test_what_is_missing_is_told_by_the_models_names_and_forgiven_on_request(
     assert torch.equal(other.first.weight, saved.model[0].weight)
 
 
-@pytest.mark.parametrize(
-    ("kind", "translate", "text"),
-    [
+def test_rules_that_do_not_fit_are_errors_before_anything_changes(
+    tmp_path: Path, saved: Training
+) -> None:
+    other = Training(1)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    wrong: list[tuple[Any, Any, str]] = [
         (OptionError, 5, "translate must be a KeyMap, a function"),
         (OptionError, {"0.bias": "x"}, "got a dict"),
         (PlanError, KeyMap({"none": "x"}), "matches no stored name: 'none'"),
         (PlanError, KeyMap({"0.bias": "1.bias"}), "both become '1.bias'"),
         (PlanError, lambda _: 5, "makes 5 of '0.weight'"),
-    ],
-)
-def test_rules_that_do_not_fit_are_errors_before_anything_changes(
-    tmp_path: Path, saved: Training, kind: Any, translate: Any, text: str
-) -> None:
-    other = Training(1)
-    before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    with pytest.raises(kind, match=text):
-        manager_of(tmp_path).resume(**other.parts, translate=translate)
-    assert_same(before, other.model.state_dict())
-
-
-def test_translate_is_for_a_model(tmp_path: Path) -> None:
+    ]
+    for kind, translate, text in wrong:
+        with pytest.raises(kind, match=text):
+            manager_of(tmp_path).resume(**other.parts, translate=translate)
+        assert_same(before, other.model.state_dict())
     with pytest.raises(OptionError, match="no model is given"):
         manager_of(tmp_path).resume(state={"x": 1}, translate=RENAMES)
 
@@ -181,12 +175,8 @@ def test_dry_run_shows_what_resume_would_do(tmp_path: Path, saved: Training) -> 
     shown += "1.weight -> net.module.last.weight\n1.bias -> net.module.last.bias"
     for tag in (None, 2, "step-2"):
         assert str(manager.dry_run(RENAMES, tag)) == shown
-    assert manager.dry_run(lambda _: None).dropped == (
-        "0.weight",
-        "0.bias",
-        "1.weight",
-        "1.bias",
-    )
+    names = ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert manager.dry_run(lambda _: None).dropped == names
     with pytest.raises(PlanError, match="matches no stored name"):
         manager.dry_run(KeyMap({"none": "x"}))
     with pytest.raises(StorageError, match="step-7"):

@@ -74,22 +74,17 @@ class Stale(Made):
         self.inner.step()
 
 
-class ReadOnly(Stale):
-    """Shows a state that takes no entries."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.defaults, self.param_groups = inner, inner.defaults, inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return types.MappingProxyType(self.inner.state)
-
-
 class Stateless(Stale):
     """Has no `state` of its own."""
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.defaults, self.param_groups = inner, inner.defaults, inner.param_groups
+
+
+class ReadOnly(Stateless):
+    """Shows a state that takes no entries."""
+
+    state = property(lambda self: types.MappingProxyType(self.inner.state))
 
 
 class Copies(Stateless):
@@ -132,6 +127,17 @@ def test_states_of_the_one_within_come_back_as_they_were(tmp_path: Path, make: A
     for one in (given, other):
         train(one, *range(4, 40))
     assert other["model"].weight.equal(given["model"].weight)
+
+
+@pytest.mark.parametrize("make", [Stale, Stateless])
+def test_wrapped_optimizer_that_has_not_stepped_does_not_step(tmp_path: Path, make: Any) -> None:
+    given, other, called = parts(make, 0), parts(make, 1), list[int]()
+    given["optimizer"].inner.register_step_pre_hook(lambda *_: called.append(1))
+    manager_of(tmp_path).save(1, **given)
+    train(other, 9)
+    manager_of(tmp_path).resume(**other)
+    assert not called and inner_states(other) == inner_states(given) == []
+    assert all(parameter.grad is None for parameter in given["model"].parameters())
 
 
 def test_a_cast_that_nothing_can_put_back_is_told(tmp_path: Path) -> None:

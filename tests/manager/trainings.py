@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from torch_dcpx import CheckpointManager, WriteOptions
+from torch_dcpx.manager.resume import ResumeInfo
 
 # No fsync: tests of the order of system calls have them.
 FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10)
@@ -48,14 +51,55 @@ class Training:
         return loss.item()
 
 
+class Held:
+    """A part with a state: a loader, a scheduler, a value. It gives its own values themselves."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values, self.taken = values, list[Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
+        self.taken.append(state)
+
+
+class Called(Held):
+    """Calls a function where its state is asked for, which returns it, or where it gets one."""
+
+    def __init__(self, asked: Any = dict, given: Any = lambda _: None) -> None:
+        self.state_dict, self.load_state_dict = asked, given  # type: ignore[method-assign]
+
+
 def large(value: float) -> torch.Tensor:
     """A tensor of several blocks: one may be damaged while the others are whole."""
     return torch.full((1 << 16,), float(value))
 
 
-def save_steps(manager: CheckpointManager, *steps: int, **kwargs: Any) -> None:
+def save_steps(manager: CheckpointManager | Path, *steps: int, **kwargs: Any) -> None:
+    """Saves these steps, each with its number as value, and waits for removals behind them."""
+    manager = manager_of(manager) if isinstance(manager, Path) else manager
     for step in steps:
         manager.save(step, state={"x": torch.full((3,), float(step))}, **kwargs)
+    manager.wait()
+
+
+def resumed(manager: CheckpointManager | Path, **how: Any) -> tuple[ResumeInfo, float]:
+    """Resumes what `save_steps` has saved; returns what the manager says of it, and the value."""
+    manager = manager_of(manager) if isinstance(manager, Path) else manager
+    target = {"x": torch.zeros(3)}
+    info = manager.resume(state=target, **how)
+    (value,) = target["x"].unique().tolist()
+    return info, value
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def on_disk(root: Path) -> set[str]:
