@@ -1,4 +1,4 @@
-"""A resume does not go back behind a known commit, nor begin anew, without the user's word."""
+"""A resume goes not behind a known commit, begins not anew, and takes no record that lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was another optimizer's, or of other groups, is refused before anything is applied."""
+"""Another optimizer, or other groups, are refused before anything is applied; dicts of several."""
 
 from __future__ import annotations
 

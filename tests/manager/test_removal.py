@@ -1,4 +1,4 @@
-"""A removal in the middle of what others do: pins, saves, loads, links; and its order."""
+"""A removal in the middle of what others do: pins, saves, loads, links; its order; its leavings."""
 
 from __future__ import annotations
 

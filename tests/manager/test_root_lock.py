@@ -27,31 +27,30 @@ from torch_dcpx.storage.root_record import FileRecord, Seen, identity_of
 
 
 @pytest.fixture(autouse=True)
-def _proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+def patch(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name, value in PROOFS.items():
         monkeypatch.setattr(root_lock, name, value)
+    return monkeypatch.setattr
 
 
 # ---- Other machines -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_flock", [True, False])
-def test_silent_job_of_another_machine_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flock: bool
-) -> None:
+def test_silent_job_of_another_machine_is_gone(tmp_path: Path, patch: Any, has_flock: bool) -> None:
     put(tmp_path, elsewhere())
     if not has_flock:
-        monkeypatch.setattr(fcntl, "flock", _refuse)
-    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
+        patch(fcntl, "flock", _refuse)
+    patch(root_lock, "_GONE_S", 0.3)
     with manager_of(tmp_path) as manager:
         save(manager, 1)
         assert locks(tmp_path) == [root_lock_name(2)]
 
 
-def test_silence_adds_up_over_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_adds_up_over_calls(tmp_path: Path, patch: Any) -> None:
     put(tmp_path, elsewhere())
-    monkeypatch.setattr(root_lock, "_GONE_S", 1.5)
-    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.8)
+    patch(root_lock, "_GONE_S", 1.5)
+    patch(root_lock, "_LIMIT_S", 0.8)
     refusals = 0
     with manager_of(tmp_path) as manager:
         while not manager.tags() and refusals < 9:
@@ -94,9 +93,7 @@ def test_renewals_go_on_once_a_storage_answers_again_however_slowly(
             assert has_renewed.wait(seconds(20))
 
 
-def test_job_of_another_machine_that_renews_is_refused_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_of_another_machine_that_renews_is_refused_to(tmp_path: Path, patch: Any) -> None:
     put(tmp_path, elsewhere())
     ended = threading.Event()
 
@@ -107,7 +104,7 @@ def test_job_of_another_machine_that_renews_is_refused_to(
     renewer = threading.Thread(target=renew)
     renewer.start()
     try:
-        monkeypatch.setattr(root_lock, "_LIMIT_S", NEVER)
+        patch(root_lock, "_LIMIT_S", NEVER)
         who = "host=node7 pid=4711 since="
         with alarm(), pytest.raises(ConcurrentSaveError, match=who) as caught:
             save(manager_of(tmp_path), 1)
@@ -118,9 +115,9 @@ def test_job_of_another_machine_that_renews_is_refused_to(
     assert manager_of(tmp_path).tags() == []
 
 
-def test_wait_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_has_a_limit(tmp_path: Path, patch: Any) -> None:
     assert root_lock._LIMIT_S <= 60.0
-    monkeypatch.setattr(root_lock, "_LIMIT_S", 0.3)
+    patch(root_lock, "_LIMIT_S", 0.3)
     for root in ("", "inode:1@0"):  # which another machine may know by another number
         put(tmp_path, elsewhere(root=root))
         with pytest.raises(ConcurrentSaveError, match=r"node7.*save_timeout_s"):
@@ -130,11 +127,9 @@ def test_wait_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "content", [b"", b"[1]", b"\xff", b'{"format": 1}', elsewhere().encoded()[:40]]
 )
-def test_record_that_says_nothing_is_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
-) -> None:
+def test_record_that_says_nothing_is_watched(tmp_path: Path, patch: Any, content: bytes) -> None:
     (tmp_path / root_lock_name(7)).write_bytes(content)
-    monkeypatch.setattr(root_lock, "_GONE_S", 0.3)
+    patch(root_lock, "_GONE_S", 0.3)
     save(manager_of(tmp_path), 1)
     assert locks(tmp_path) == [root_lock_name(8)]
 
@@ -161,12 +156,12 @@ def test_what_is_no_file_is_no_record(tmp_path: Path, kind: str) -> None:
 
 
 def test_thread_that_waits_for_another_one_of_its_process_names_no_other_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, patch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(root_lock, "_ENDING_S", NEVER)
+    patch(root_lock, "_ENDING_S", NEVER)
     own = Holder.own(identity_of(tmp_path))
     put(tmp_path, own)
-    monkeypatch.setattr(root_lock, "_tokens", {own.token})  # about to be in the table
+    patch(root_lock, "_tokens", {own.token})  # about to be in the table
     end = threading.Timer(0.5, root_lock._tokens.clear)
     end.start()
     with alarm():
@@ -199,12 +194,10 @@ def test_stolen_root_is_noticed_by_the_next_save(tmp_path: Path) -> None:
     assert locks(tmp_path) == [root_lock_name(1), root_lock_name(2)]
 
 
-def test_root_that_is_stolen_in_a_save_commits_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_that_is_stolen_in_a_save_commits_nothing(tmp_path: Path, patch: Any) -> None:
     manager = manager_of(tmp_path)
     save(manager, 1)
-    monkeypatch.setattr(manager._root.files, "check_save", lambda *_: put(tmp_path, elsewhere(), 2))
+    patch(manager._root.files, "check_save", lambda *_: put(tmp_path, elsewhere(), 2))
     with pytest.raises(ConcurrentSaveError, match=r"host=node7.*nothing is committed") as caught:
         save(manager, 2)
     assert caught.value.errno == errno.ESTALE
@@ -230,9 +223,7 @@ def test_root_is_free_where_the_first_look_at_an_own_record_fails(
             save(manager, 1)
 
 
-def test_own_record_that_one_look_misses_is_not_another_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_record_that_one_look_misses_is_not_another_jobs(tmp_path: Path, patch: Any) -> None:
     real, missed = FileRecord._put, [True]
 
     def put(self: FileRecord, holder: Holder) -> bool:
@@ -240,7 +231,7 @@ def test_own_record_that_one_look_misses_is_not_another_jobs(
 
     with manager_of(tmp_path) as manager:
         save(manager, 1)
-        monkeypatch.setattr(FileRecord, "_put", put)
+        patch(FileRecord, "_put", put)
         manager._root.files.lock.check()
         assert not missed
 
@@ -261,25 +252,23 @@ def test_record_that_another_client_has_replaced_is_looked_at_again(
         record.look()
 
 
-def test_listing_that_lacks_a_new_record_is_no_proof_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_that_lacks_a_new_record_is_no_proof_of_it(tmp_path: Path, patch: Any) -> None:
     real, calls = root_record._numbers, [0]
 
     def numbers(directory: Any) -> list[int]:
         calls[0] += 1
         return [] if calls[0] == 2 else real(directory)
 
-    monkeypatch.setattr(root_record, "_numbers", numbers)
+    patch(root_record, "_numbers", numbers)
     with manager_of(tmp_path) as manager:
         save(manager, 1)
         assert manager.tags() == ["step-1"]
 
 
 def test_thread_renews_and_tells_of_a_stolen_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, patch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(root_lock, "_RENEW_S", 0.05)
+    patch(root_lock, "_RENEW_S", 0.05)
     manager = manager_of(tmp_path)
     save(manager, 1)
     record = tmp_path / root_lock_name(1)
@@ -290,10 +279,8 @@ def test_thread_renews_and_tells_of_a_stolen_root(
     assert caplog.text.count("another job has taken") == 1
 
 
-def test_store_that_does_not_answer_holds_up_no_other_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(root_lock, "_RENEW_S", 0.05)
+def test_store_that_does_not_answer_holds_up_no_other_root(tmp_path: Path, patch: Any) -> None:
+    patch(root_lock, "_RENEW_S", 0.05)
     silent, other = tmp_path / "silent", tmp_path / "other"
     is_asked, answers, put_anew = threading.Event(), threading.Event(), FileRecord.put
 
@@ -303,7 +290,7 @@ def test_store_that_does_not_answer_holds_up_no_other_root(
             answers.wait()
         return put_anew(record, holder)
 
-    monkeypatch.setattr(FileRecord, "put", put_slowly)
+    patch(FileRecord, "put", put_slowly)
     try:
         with manager_of(silent) as first, manager_of(other) as second:
             save(first, 1)
@@ -316,7 +303,7 @@ def test_store_that_does_not_answer_holds_up_no_other_root(
         answers.set()
 
 
-def test_thread_is_begun_outside_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_is_begun_outside_the_guard(tmp_path: Path, patch: Any) -> None:
     # The new thread may collect a manager, which waits for the guard, before it has begun.
     are_held, start = [], threading.Thread.start
 
@@ -325,15 +312,13 @@ def test_thread_is_begun_outside_the_guard(tmp_path: Path, monkeypatch: pytest.M
             are_held.append(root_lock._guard.is_own)
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", look)
+    patch(threading.Thread, "start", look)
     with manager_of(tmp_path) as manager:
         save(manager, 1)
     assert are_held == [False]
 
 
-def test_thread_waits_for_one_that_is_about_to_hold_the_root(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_waits_for_one_that_is_about_to_hold_the_root(tmp_path: Path, patch: Any) -> None:
     is_taken, is_looked_at = threading.Event(), threading.Event()
     take, look = FileRecord.take, FileRecord.look
 
@@ -349,8 +334,8 @@ def test_thread_waits_for_one_that_is_about_to_hold_the_root(
             is_looked_at.set()
         return seen
 
-    monkeypatch.setattr(FileRecord, "take", take_slowly)
-    monkeypatch.setattr(FileRecord, "look", look_at)
+    patch(FileRecord, "take", take_slowly)
+    patch(FileRecord, "look", look_at)
     with manager_of(tmp_path) as first, manager_of(tmp_path) as second:
         other = threading.Thread(target=save, args=(first, 1))
         other.start()
