@@ -79,25 +79,13 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 }  # fmt: skip
 
 
-def _charged(data: bytes) -> int:
-    """Returns what the scan charges, without what is free with each byte."""
-    low, high = 0, 1 << 40
-    while high - low > 1024:
-        middle = (low + high) // 2
-        try:
-            _C.scan_keys(data, base_cost=middle, said_earn_per_byte=0)
-            high = middle
-        except CorruptionError:
-            low = middle
-    return high + len(data)
-
-
 SAYING = {"ints", "long ints", "floats"}  # numbers, which earn what they take
 
 
 @pytest.mark.parametrize("name", [name for name in FLOODS if name not in SAYING])
 def test_the_scan_charges_what_objects_take(name: str) -> None:
-    body = b"\x80\x04" + FLOODS[name](MANY) + b"."
+    count = MANY if name == "wide text" else MANY // 4
+    body = b"\x80\x04" + FLOODS[name](count) + b"."
     archive = hp.torch_zip(body)
     decode_byte_item(hp.torch_zip(b"\x80\x04N."), fqn="k", path="p")
     tracemalloc.start()
@@ -107,7 +95,10 @@ def test_the_scan_charges_what_objects_take(name: str) -> None:
     finally:
         tracemalloc.stop()
     peak -= 2 * len(body)  # the bytes themselves, which the bound has
-    assert peak <= 1.15 * _charged(body) + (1 << 17), f"{peak / MANY:.0f} B each"
+    least = int((peak - 4.4 * count) / 1.15) - len(body) - 1024  # what the scan must charge
+    if least > 0:
+        with pytest.raises(CorruptionError):
+            _C.scan_keys(body, base_cost=least, said_earn_per_byte=0)
 
 
 @pytest.mark.parametrize("name", ["lists", "dicts", "tuples", "sets", "OrderedDicts", "Namespaces"])
@@ -131,12 +122,13 @@ def test_a_flood_is_refused_with_its_numbers_before_an_object_is_made(name: str)
 
 def test_who_trusts_a_heavy_metadata_reads_it() -> None:
     metadata = _metadata(1)
-    metadata.planner_data = {"w": ("w",), "many": [[] for _ in range(2_000_000)]}
-    data = pickle.dumps(metadata)
+    metadata.planner_data = {"w": ("w",), "many": "MARK"}
+    before, after = pickle.dumps(metadata, 2).split(hp.text("MARK"))
+    data = before + b"](" + b"]" * 2_500_000 + b"e" + after
     with pytest.raises(CorruptionError, match="of memory for its"):
         decode_metadata(data, "p")
     found = decode_metadata(data, "p", trusted=True).metadata.planner_data
-    assert len(found["many"]) == 2_000_000
+    assert len(found["many"]) == 2_500_000
 
 
 def _metadata(count: int) -> Metadata:
@@ -172,7 +164,7 @@ HONEST: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("count", [1000, 20_000, 100_000])
+@pytest.mark.parametrize("count", [1000, 100_000])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_says_something_may_have_any_size(name: str, count: int) -> None:
     _C.scan_keys(pickle.dumps(HONEST[name](count), 2), base_cost=1 << 18)
@@ -210,18 +202,14 @@ def test_each_storage_makes_room_for_its_tensor() -> None:
 
 
 def test_a_save_says_which_item_no_load_takes(caplog: pytest.LogCaptureFixture) -> None:
-    for fqn, value in (("many", [[] for _ in range(2_500_000)]), ("few", [0] * 2_000_000)):
-        held = io.BytesIO()
-        torch.save(value, held)
+    many, few = (hp.torch_zip(b"\x80\x02](" + each * 2_500_000 + b"e.") for each in (b"]", b"K\0"))
+    for fqn, item in (("many", many), ("few", few)):
         for _ in range(2):
-            tell_refused(held.getvalue(), fqn)
+            tell_refused(item, fqn)
     (told,) = caplog.records
-    assert "'many' is saved with so many containers" in told.getMessage()
-    assert "trusted=True" in told.getMessage()
-    held = io.BytesIO()
-    torch.save([[] for _ in range(2_500_000)], held)
+    assert "'many'" in told.getMessage() and "trusted=True" in told.getMessage()
     with pytest.raises(CorruptionError, match="of memory for its"):
-        decode_byte_item(held.getvalue(), fqn="many", path="p")
+        decode_byte_item(many, fqn="many", path="p")
 
 
 def test_a_tensor_item_names_few_classes() -> None:
