@@ -1,82 +1,26 @@
-"""Dicts that are filled on demand, beside one another, interrupted, and read by many threads."""
+"""Dicts that are filled on demand, interrupted, and read by many threads."""
 
 from __future__ import annotations
 
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from support.metadata_samples import PATH, canonical, encode_small, many
+from support.rows import check_rows
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from torch_dcpx.checkpoint.save_plan import PlanRound
 from torch_dcpx.metadata import lazy as lazy_metadata
 from torch_dcpx.metadata.file import decode_metadata
 from torch_dcpx.metadata.lazy import StoredEntries
 
-FIELDS = ("state_dict_metadata", "storage_data", "planner_data")
-
 
 def decoded(data: bytes) -> Metadata:
     return decode_metadata(data, PATH).metadata
-
-
-# ---- Two of them ---------------------------------------------------------------------------------
-
-
-def updated(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
-    one.update(other)
-    return one
-
-
-PAIRS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "|": operator.or_,
-    "|=": operator.ior,
-    "update": updated,
-    "update of what is filled": lambda one, other: updated(dict(one), other),
-    "| of what is filled": lambda one, other: dict(one) | other,
-    "|= of what is filled": lambda one, other: operator.ior(dict(one), other),
-    "{**, **}": lambda one, other: {**one, **other},
-    "items ==": lambda one, other: one.items() == other.items(),
-    "keys &": lambda one, other: sorted(map(str, one.keys() & other)),
-    "set": lambda one, other: sorted(map(str, {*one, *other})),
-    "in a list": lambda one, other: [one] == [other],
-    "reversed ==": lambda one, other: operator.eq(other, one),
-}
-
-
-@pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("name", list(PAIRS))
-def test_operation_of_two_dicts_gives_what_it_gives_of_plain_ones(name: str, field: str) -> None:
-    pair = [getattr(decoded(encode_small()), field) for _ in range(2)]
-    plain = [dict(getattr(decoded(encode_small()), field)) for _ in range(2)]
-    assert canonical(PAIRS[name](*pair)) == canonical(PAIRS[name](*plain))
-    assert canonical(pair[1]) == canonical(plain[1])
-
-
-def test_metadata_that_was_read_twice_is_equal() -> None:
-    one, other = decoded(many(3, 4)), decoded(many(3, 4))
-    assert one == other
-    other.storage_data[MetadataIndex("t1", [2, 0])].offset += 1
-    assert one != other
-
-
-def test_entries_kept_for_the_next_save_are_copies_of_all() -> None:
-    round_ = SimpleNamespace(_is_private=False)
-    found = decoded(encode_small())
-    kept = PlanRound._handed(round_, found)  # type: ignore[arg-type]
-    assert canonical(kept.state_dict_metadata) == canonical(found.state_dict_metadata)
-    assert kept.state_dict_metadata["step"] is not found.state_dict_metadata["step"]
-
-
-# ---- Interrupted ---------------------------------------------------------------------------------
 
 
 def filling_lines(interrupt_at: int) -> Callable[[FrameType, str, Any], Any]:
@@ -100,7 +44,7 @@ def filling_lines(interrupt_at: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", ["state_dict_metadata", "storage_data", "planner_data"])
 def test_dict_whose_filling_was_interrupted_anywhere_is_filled_the_next_time(field: str) -> None:
     wanted = canonical(getattr(decoded(encode_small()), field))
     interrupted = 0
@@ -116,9 +60,6 @@ def test_dict_whose_filling_was_interrupted_anywhere_is_filled_the_next_time(fie
             sys.settrace(before)
         assert canonical(found) == wanted
     assert 5 < interrupted < 19  # every line of it, and no more
-
-
-# ---- By many threads -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -150,14 +91,13 @@ def by_threads(count: int, do: Callable[[], Any]) -> list[Any]:
     return found
 
 
-READS: dict[str, Callable[[Metadata], Any]] = {
+READS: dict[str, Callable[[Any], Any]] = {
     "all entries": lambda found: [type(one) for one in found.state_dict_metadata.values()],
     "entries by name": lambda found: [
         id(found.state_dict_metadata[name]) for name in found.state_dict_metadata
     ],
     "outlines": lambda found: [
-        type(found.state_dict_metadata.outline(name))  # type: ignore[attr-defined]
-        for name in found.state_dict_metadata
+        type(found.state_dict_metadata.outline(name)) for name in found.state_dict_metadata
     ],
     "one entry, then all": lambda found: (
         id(found.state_dict_metadata["t7"]),
@@ -173,14 +113,17 @@ READS: dict[str, Callable[[Metadata], Any]] = {
 
 
 @pytest.mark.usefixtures("often_switched")
-@pytest.mark.parametrize("name", list(READS))
-def test_threads_that_read_one_metadata_find_the_same(name: str) -> None:
+def test_threads_that_read_one_metadata_find_the_same() -> None:
     data = many(40, 4)
-    for _ in range(25):
-        metadata = decoded(data)
-        found = by_threads(4, lambda: READS[name](metadata))  # noqa: B023 - they end before
-        assert found == [found[0]] * 4
-        assert not isinstance(found[0], Exception)
+
+    def check(read: Callable[[Any], Any]) -> None:
+        for _ in range(25):
+            metadata = decoded(data)
+            found = by_threads(4, lambda: read(metadata))  # noqa: B023 - they end before
+            assert found == [found[0]] * 4
+            assert not isinstance(found[0], Exception)
+
+    check_rows(READS, check)
 
 
 @pytest.mark.usefixtures("often_switched")
