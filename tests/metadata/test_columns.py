@@ -31,10 +31,10 @@ def test_texts_are_numbered_in_the_order_of_their_first_use() -> None:
     assert numbers == {"a": 0, "b": 1, "c": 2}
 
 
-@pytest.mark.parametrize("value", [Text("a"), b"a", None, 1])
-def test_what_is_no_exact_str_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError):
-        _C.text_column(["b", value], {})
+def test_what_is_no_exact_str_is_refused() -> None:
+    for value in (Text("a"), b"a", None, 1):
+        with pytest.raises(TypeError):
+            _C.text_column(["b", value], {})  # type: ignore[list-item]
 
 
 def test_sizes_and_rows_come_back_with_none_as_minus_one() -> None:
@@ -43,31 +43,17 @@ def test_sizes_and_rows_come_back_with_none_as_minus_one() -> None:
     assert (i64(counts), i64(flat)) == ([2, -1, 0, 1], [1, I64, 7])
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (-1, ValueError),
-        (I64 + 1, OverflowError),
-        (True, TypeError),
-        (Number(1), TypeError),
-        (1.0, TypeError),
-        ("1", TypeError),
-        (None, TypeError),
-    ],
-)
-def test_a_number_that_is_no_exact_int_in_range_is_refused(
-    value: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        _C.size_column([1, value], False)
-    with pytest.raises(error):
-        _C.row_columns([(1,), (1, value)], True)
-
-
-@pytest.mark.parametrize("row", [[1], None, 1])
-def test_a_row_that_is_no_tuple_is_refused(row: Any) -> None:
-    with pytest.raises(TypeError):
-        _C.row_columns([(1,), row], False)
+def test_numbers_that_are_no_exact_ints_in_range_and_rows_that_are_no_tuples_are_refused() -> None:
+    wrong: list[Any] = [True, Number(1), 1.0, "1", None]
+    ranges = [(-1, ValueError), (I64 + 1, OverflowError)]
+    for value, error in [*((value, TypeError) for value in wrong), *ranges]:
+        with pytest.raises(error):
+            _C.size_column([1, value], False)
+        with pytest.raises(error):
+            _C.row_columns([(1,), (1, value)], True)
+    for row in ([1], None, 1):
+        with pytest.raises(TypeError):
+            _C.row_columns([(1,), row], False)
 
 
 def test_paths_keep_texts_and_ints_apart() -> None:
@@ -80,11 +66,11 @@ def test_paths_keep_texts_and_ints_apart() -> None:
     assert numbers == {"a": 0, "1": 1}
 
 
-@pytest.mark.parametrize("path", [["a"], ("a", True), (I64 + 1,), (None,), (Text("a"),), "a"])
-def test_paths_of_anything_else_give_none_and_number_nothing(path: Any) -> None:
+def test_paths_of_anything_else_give_none_and_number_nothing() -> None:
     numbers: dict[str, int] = {}
-    assert _C.path_columns([("b",), path], numbers) is None
-    assert numbers == {}
+    for path in (["a"], ("a", True), (I64 + 1,), (None,), (Text("a"),), "a"):
+        assert _C.path_columns([("b",), path], numbers) is None
+        assert numbers == {}
 
 
 def test_a_range_that_ends_beyond_int64_is_found() -> None:

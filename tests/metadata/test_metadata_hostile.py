@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 from support.metadata_samples import I64, PATH, TAIL, canonical, encode_small, forge, seal, small
+from support.rows import check_rows
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torch_dcpx.errors import CorruptionError, UnsupportedError
@@ -74,8 +75,17 @@ def head(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], No
     return lambda header, _: header.__setitem__(name, value)
 
 
+def second_name_of_the_first(_: dict[str, Any], columns: dict[str, Any]) -> None:
+    """Gives the second item the name and offset of the first, by another string."""
+    columns["strings"] += b"model.weight"
+    columns["string_ends"].append(len(columns["strings"]))
+    columns["storage_fqn"][1] = len(columns["string_ends"]) - 1
+    columns["storage_offsets"][2:4] = columns["storage_offsets"][0:2]
+
+
 STRING_COLUMNS = ("entry_fqn", "tensor_dtype", "tensor_layout", "storage_fqn", "storage_path",
                   "planner_fqn", "planner_value", "file_path")  # fmt: skip
+META: dict[str, Any] = {"checkpoint_id": "", "save_id": "", "modules": []}
 HOSTILE: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     **{f"{name}: {value}": put(name, 0, value) for name in STRING_COLUMNS for value in (-1, 10**9)},
     "dtype unknown": put("tensor_dtype", 0, 0),
@@ -115,6 +125,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "item twice": lambda _, c: c["storage_offsets"].__setitem__(2, 0),
     "planner name twice": lambda _, c: c["planner_fqn"].__setitem__(0, c["planner_fqn"][1]),
     "file twice": lambda _, c: c["file_path"].__setitem__(0, c["file_path"][1]),
+    "column longer": lambda _, c: c["storage_path"].append(0),
+    "ndim column longer": lambda _, c: c["storage_ndim"].append(0),
+    "string again": second_name_of_the_first,
+    "path beyond the strings": put("planner_value", -1, 10**6),
     "column missing": lambda _, c: c.pop("storage_hint"),
     "column of bytes": lambda _, c: c.__setitem__("storage_hint", bytearray(32)),
     "column of numbers": lambda _, c: c.__setitem__("entry_kind", [0, 0, 1]),
@@ -128,28 +142,25 @@ HOSTILE: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "planner_data no str": head("planner_data", []),
     "storage_meta no object": head("storage_meta", []),
     "storage_meta empty": head("storage_meta", {}),
-    "modules no strings": head(
-        "storage_meta", {"checkpoint_id": "", "save_id": "", "modules": [1]}
-    ),
-    "checkpoint_id a number": head(
-        "storage_meta", {"checkpoint_id": 1, "save_id": "", "modules": []}
-    ),
+    "modules no strings": head("storage_meta", {**META, "modules": [1]}),
+    "checkpoint_id a number": head("storage_meta", {**META, "checkpoint_id": 1}),
     "descriptors no lists": head("descriptors", ["a"]),
     "version a number": head("version", 1),
     "save id a number": head("save_id", 1),
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_columns_that_contradict_themselves_are_corruption(case: str) -> None:
-    data = forge(HOSTILE[case])
-    with pytest.raises(CorruptionError) as caught:
-        decode_metadata(data, PATH)
-    error = caught.value
-    assert error.path == PATH
-    assert error.offset is not None
-    assert error.nbytes is not None
-    assert 0 <= error.offset <= error.offset + error.nbytes <= len(data)
+def test_columns_that_contradict_themselves_are_corruption() -> None:
+    def check(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+        data = forge(change)
+        with pytest.raises(CorruptionError) as caught:
+            decode_metadata(data, PATH)
+        error = caught.value
+        assert error.path == PATH
+        assert error.offset is not None and error.nbytes is not None
+        assert 0 <= error.offset <= error.offset + error.nbytes <= len(data)
+
+    check_rows(HOSTILE, check)
 
 
 def test_unknown_column_is_skipped_and_missing_key_is_not() -> None:
@@ -162,10 +173,6 @@ def test_unknown_column_is_skipped_and_missing_key_is_not() -> None:
             decode_metadata(forge(lambda header, _, key=key: header.pop(key)), PATH)  # type: ignore[misc]
 
 
-def nothing(_header: dict[str, Any], _columns: dict[str, Any]) -> None:
-    pass
-
-
 def extra(_header: dict[str, Any], columns: dict[str, Any]) -> None:
     columns["extra"] = [1]
 
@@ -174,47 +181,28 @@ def same_again(_header: dict[str, Any], columns: dict[str, Any]) -> None:
     columns["extra"] = columns["entry_kind"]
 
 
-@pytest.mark.parametrize(
-    ("change", "change_table"),
-    [
-        (extra, lambda table: table.pop()),
-        (same_again, lambda table: table[-1].__setitem__(0, "entry_kind")),
-        (extra, lambda table: table[-1].__setitem__(2, 2)),
-        (nothing, lambda table: table.insert(3, ["extra", "u8", -1])),
-        (nothing, lambda table: table.append(["extra", "i64", -1])),
-    ],
-    ids=["bytes left", "name twice", "bytes missing", "negative u8", "negative i64"],
-)
-def test_columns_that_do_not_fill_the_body_are_corruption(
-    change: Callable[[dict[str, Any], dict[str, Any]], object],
-    change_table: Callable[[list[list[Any]]], object],
-) -> None:
-    with pytest.raises(CorruptionError):
-        decode_metadata(forge(change, change_table), PATH)
+TABLES: dict[str, tuple[Callable[..., object], Callable[[list[list[Any]]], object]]] = {
+    "bytes left": (extra, lambda table: table.pop()),
+    "name twice": (same_again, lambda table: table[-1].__setitem__(0, "entry_kind")),
+    "bytes missing": (extra, lambda table: table[-1].__setitem__(2, 2)),
+    "negative u8": (lambda *_: None, lambda table: table.insert(3, ["extra", "u8", -1])),
+    "negative i64": (lambda *_: None, lambda table: table.append(["extra", "i64", -1])),
+}
+HEADERS = [b"[" * 100_000, b"no JSON!", b"\xff" * 8, b"1       ", b"null    ", b"{}      ", b""]
 
 
-@pytest.mark.parametrize(
-    "header",
-    [b"[" * 100_000, b"no JSON!", b"\xff" * 8, b"1       ", b"null    ", b"{}      ", b""],
-    ids=["deep", "no JSON", "no UTF-8", "number", "null", "empty", "nothing"],
-)
-def test_header_that_is_none_is_corruption(header: bytes) -> None:
-    with pytest.raises(CorruptionError):
-        decode_metadata(seal(encode_small(), header, len(header)), PATH)
+def test_header_that_is_none_or_does_not_describe_the_body_is_corruption() -> None:
+    def check(data: bytes) -> None:
+        with pytest.raises(CorruptionError):
+            decode_metadata(data, PATH)
 
-
-def test_bytes_between_columns_and_tail_are_corruption() -> None:
-    data = encode_small()
-    with pytest.raises(CorruptionError):
-        decode_metadata(data[:-64] + bytes(8) + data[-64:], PATH)
-
-
-@pytest.mark.parametrize("header_bytes", [4, 1 << 40, (1 << 64) - 8])
-def test_header_length_that_cannot_be_is_corruption(header_bytes: int) -> None:
     data = encode_small()
     pickle_bytes = TAIL.unpack(data[-64:])[3]
-    with pytest.raises(CorruptionError):
-        decode_metadata(seal(data, data[pickle_bytes:-64], header_bytes), PATH)
+    check_rows({name: forge(*changes) for name, changes in TABLES.items()}, check)
+    check_rows({repr(one[:8]): seal(data, one, len(one)) for one in HEADERS}, check)
+    lengths = (4, 1 << 40, (1 << 64) - 8)
+    check_rows({str(n): seal(data, data[pickle_bytes:-64], n) for n in lengths}, check)
+    check_rows({"bytes before the tail": data[:-64] + bytes(8) + data[-64:]}, check)
 
 
 @given(st.data())
@@ -234,8 +222,7 @@ def test_changed_body_under_right_checksums_is_corruption_or_metadata(draw: st.D
         assert isinstance(found.metadata, Metadata)
 
 
-@pytest.mark.parametrize("shift", [1, 4, 7])
-def test_header_that_ends_off_the_8_byte_border_is_corruption(shift: int) -> None:
+def test_header_that_ends_off_the_8_byte_border_is_corruption() -> None:
     def change(_: dict[str, Any], columns: dict[str, Any]) -> None:
         """Puts a column of numbers first: all others begin on a border, wherever it begins."""
         rest = dict(columns)
@@ -245,23 +232,33 @@ def test_header_that_ends_off_the_8_byte_border_is_corruption(shift: int) -> Non
 
     data = forge(change)
     _, _, _, pickle_bytes, body_bytes, header_bytes, *_ = TAIL.unpack(data[-64:])
-    body = data[pickle_bytes : pickle_bytes + body_bytes]
+    whole = data[pickle_bytes : pickle_bytes + body_bytes]
     end = header_bytes + 2 * 8  # of the numbers of two tensors
-    body = body[:header_bytes] + b" " * shift + body[header_bytes:end] + b"\0" * (8 - shift)
-    body += data[pickle_bytes + end : pickle_bytes + body_bytes]
-    with pytest.raises(CorruptionError, match="multiple of 8") as caught:
-        decode_metadata(seal(data, body, header_bytes + shift), PATH)
-    assert caught.value.path == PATH
+    for shift in (1, 4, 7):
+        body = whole[:header_bytes] + b" " * shift + whole[header_bytes:end]
+        body += b"\0" * (8 - shift) + whole[end:]
+        with pytest.raises(CorruptionError, match="multiple of 8") as caught:
+            decode_metadata(seal(data, body, header_bytes + shift), PATH)
+        assert caught.value.path == PATH
 
 
-@pytest.mark.parametrize("header_bytes", [1 << 20, (1 << 64) - 8])
-def test_header_beyond_its_body_is_corruption(header_bytes: int) -> None:
+def test_header_beyond_its_body_is_corruption() -> None:
     data = encode_small()
     _, _, _, pickle_bytes, body_bytes, *_ = TAIL.unpack(data[-64:])
-    body = data[pickle_bytes : pickle_bytes + body_bytes]
-    with pytest.raises(CorruptionError, match="too long") as caught:
-        decode_metadata(seal(data, body, header_bytes), PATH)
-    assert caught.value.path == PATH
+    for header_bytes in (1 << 20, (1 << 64) - 8):
+        forged = seal(data, data[pickle_bytes : pickle_bytes + body_bytes], header_bytes)
+        with pytest.raises(CorruptionError, match="too long") as caught:
+            decode_metadata(forged, PATH)
+        assert caught.value.path == PATH
+
+
+def test_file_that_becomes_shorter_while_it_is_read_is_corruption(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(encode_small())
+    with Directory(tmp_path) as opened, opened.open_small(".metadata") as file:
+        path.write_bytes(encode_small()[:-100])
+        with pytest.raises(CorruptionError, match="ends at"):
+            decode_metadata(file, PATH)
 
 
 def test_pickle_that_changes_between_its_check_and_its_decoding_is_corruption(

@@ -110,15 +110,6 @@ def test_each_file_is_indexed_by_a_key_of_its_own() -> None:
     assert len({places_at(rows).columns.probe_count for _ in range(6)}) > 1
 
 
-@pytest.mark.parametrize("name", ["storage_path", "storage_ndim"])
-def test_columns_of_another_length_are_refused(name: str) -> None:
-    def change(_: dict[str, Any], columns: dict[str, Any]) -> None:
-        columns[name].append(0)
-
-    with pytest.raises(dcpx.CorruptionError, match=name):
-        decode_metadata(forge(change), PATH)
-
-
 # ---- Chunks that all meet in one wanted element --------------------------------------------------
 
 
