@@ -65,10 +65,6 @@ def flat_of(seed: int = 0) -> dict[str, Any]:
     return {**state, "vector": nested["list"][0], "text": "text", "step": seed}
 
 
-def save_one(state: dict[str, Any], path: Path) -> None:
-    save(state, path)
-
-
 def save_several(state: dict[str, Any], path: Path) -> None:
     save(state, path, options=WriteOptions(files_per_rank=3))
 
@@ -80,7 +76,7 @@ def save_again(state: dict[str, Any], path: Path) -> None:
 
 # Of these a pickle does not say which file it names.
 NAMELESS = {("pickle", "one file"), ("pickle", "several files")}
-SAVES = {"one file": save_one, "several files": save_several, "saved again": save_again}
+SAVES = {"one file": save, "several files": save_several, "saved again": save_again}
 
 
 def damages(whole: bytes) -> dict[str, bytes | None]:
@@ -283,18 +279,6 @@ def test_ranks_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     refused(tmp_path, "with and without an id")
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def flip_index(path: Path) -> None:
-    change(path, read_footer(path).index_offset + 20, b"\xff")
-
-
-def rename(path: Path) -> None:
-    path.rename(path.with_name("__0_0.0123456789ab.distcp"))
-
-
 def replace_by_link(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
     path.symlink_to("elsewhere")
@@ -303,15 +287,16 @@ def replace_by_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (cut, "footer"),
-        (flip_index, "index checksum"),
-        (rename, "it was renamed"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "footer"),
+        (lambda path: change(path, read_footer(path).index_offset + 20, b"\xff"), "index checksum"),
+        (lambda path: path.rename(path.with_name("__0_0.0123456789ab.distcp")), "it was renamed"),
         (replace_by_link, "link"),
         (Path.unlink, "no data file"),
     ],
+    ids=["cut", "flipped", "renamed", "link", "gone"],
 )
 def test_damaged_footers_prove_nothing(
-    tmp_path: Path, damage: Callable[[Path], None], why: str
+    tmp_path: Path, damage: Callable[[Path], object], why: str
 ) -> None:
     save(state_of(), tmp_path)
     leave(tmp_path / ".metadata", None)

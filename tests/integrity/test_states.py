@@ -5,12 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import RunPython
 from support.held_saves import under_way
 from support.saves import save, save_rank_local
 
@@ -31,8 +30,8 @@ def at(path: Path) -> State:
 
 def test_save_under_way_is_said_by_whom_and_since_when(tmp_path: Path) -> None:
     with under_way(tmp_path / "a", STATE):
+        assert all(at(tmp_path / "a").kind == "saving" for _ in range(20))  # no look keeps it away
         found = at(tmp_path / "a")
-        assert found.kind == "saving"
         assert f"host={socket.gethostname()} pid={os.getpid()}, since 20" in found.text
         with pytest.raises(torch_dcpx.ConcurrentSaveError, match="a save is under way"):
             torch_dcpx.repair(tmp_path / "a", dry_run=True)
@@ -40,12 +39,6 @@ def test_save_under_way_is_said_by_whom_and_since_when(tmp_path: Path) -> None:
     with under_way(tmp_path / "a", STATE):
         found = at(tmp_path / "a")
         assert found.kind == "committed" and f"pid={os.getpid()}" in found.saving
-
-
-def test_look_keeps_no_save_away(tmp_path: Path) -> None:
-    with under_way(tmp_path, STATE):
-        assert all(at(tmp_path).kind == "saving" for _ in range(20))
-    assert torch_dcpx.verify(tmp_path).ok
 
 
 def test_save_that_ends_between_two_looks_is_a_checkpoint(tmp_path: Path) -> None:
@@ -57,14 +50,13 @@ def test_save_that_ends_between_two_looks_is_a_checkpoint(tmp_path: Path) -> Non
     assert found.kind == "committed" and ".metadata" in look.names
 
 
-def test_save_that_was_killed_is_unfinished(tmp_path: Path) -> None:
+def test_save_that_was_killed_is_unfinished(run_warm: RunPython, tmp_path: Path) -> None:
     code = (
         "import os, sys, torch, torch_dcpx, torch_dcpx.writer.commit as commit\n"
         "commit.publish = lambda *_, **__: os.kill(os.getpid(), 9)\n"
         "torch_dcpx.save({'w': torch.ones(9)}, sys.argv[1], no_dist=True)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    assert subprocess.run(command, check=False, capture_output=True).returncode == -9
+    assert run_warm(code, str(tmp_path / "a"), check=False).returncode == -9
     assert (tmp_path / "a" / LOCK_NAME).read_text()  # its record names the dead process
     assert at(tmp_path / "a") == State("unfinished", "1 data file of a save that did not end")
 
@@ -92,28 +84,24 @@ def test_one_ranks_checkpoint_beside_a_save_of_another(tmp_path: Path) -> None:
         assert at(tmp_path).kind == "saving"
 
 
-@pytest.mark.parametrize(
-    ("record", "kind"),
-    [
+def test_holder_that_the_kernel_does_not_show_is_found_by_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    monkeypatch.setattr("torch_dcpx.storage.save_lock.holders_of", lambda _: "")
+    for record, kind in (
         ("host=far pid=1 boot=11111111-2222", "saving"),  # in sight of the lock alone
         (f"host=other pid=7 boot={boot_id()}", "saving"),  # of another container
         (f"host={socket.gethostname()} pid={os.getpid()} boot={boot_id()}", "saving"),
         ("", "unfinished"),
         ("\x00\xff nonsense = = pid=x", "saving"),
-    ],
-    ids=["far", "container", "here", "none", "nonsense"],
-)
-def test_holder_that_the_kernel_does_not_show_is_found_by_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, kind: str
-) -> None:
-    save(STATE, tmp_path)
-    (tmp_path / ".metadata").unlink()
-    (tmp_path / LOCK_NAME).write_text(record)
-    monkeypatch.setattr("torch_dcpx.storage.save_lock.holders_of", lambda _: "")
-    assert at(tmp_path).kind == "unfinished"
-    with (tmp_path / LOCK_NAME).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert at(tmp_path).kind == kind
+    ):
+        (tmp_path / LOCK_NAME).write_text(record)
+        assert at(tmp_path).kind == "unfinished", record
+        with (tmp_path / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert at(tmp_path).kind == kind, record
 
 
 def test_walk_goes_two_levels_down_and_no_further(tmp_path: Path) -> None:
@@ -145,16 +133,13 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
     assert sorted(names, key=in_order) == ["9", "10", "a", "step-9", "step-10", "step-²"]
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step-5", 5), ("checkpoint-500/optimizer_0", 500), ("step_6.ckpt", 6), ("iter_0000007", 7),
-        ("global_step12", 12), ("epoch=1-step=20.ckpt", 20), ("final", None), ("footstep3", None),
-        ("checkpoint_2", None), ("step-" + "9" * 30, None),
-    ],
-)  # fmt: skip
-def test_step_in_a_name(name: str, step: int | None) -> None:
-    assert step_in(name) == step
+def test_step_in_a_name() -> None:
+    steps = {
+        "step-5": 5, "checkpoint-500/optimizer_0": 500, "step_6.ckpt": 6, "iter_0000007": 7,
+        "global_step12": 12, "epoch=1-step=20.ckpt": 20, "final": None, "footstep3": None,
+        "checkpoint_2": None, "step-" + "9" * 30: None,
+    }  # fmt: skip
+    assert {name: step_in(name) for name in steps} == steps
 
 
 def test_dates_that_no_calendar_has_are_none() -> None:

@@ -54,19 +54,16 @@ def test_flipped_bit_in_any_tensor_of_a_torch_file_names_it(tmp_path: Path) -> N
     assert dcpx.verify(path).ok
 
 
-@pytest.mark.parametrize("damage", ["cut", "pickle", "directory", "empty"])
-def test_damage_around_the_tensors_of_a_torch_file_is_a_fault(tmp_path: Path, damage: str) -> None:
+def test_damage_around_the_tensors_of_a_torch_file_is_a_fault(tmp_path: Path) -> None:
     path = tmp_path / "y.pt"
     dcpx.export(state(), path, no_dist=True)
     data = path.read_bytes()
-    at = {"pickle": data.index(b"layer3"), "directory": data.rindex(b"PK\x01\x02") + 20}
-    if damage in at:
-        change(path, at[damage], b"\x7f")
-    else:
-        path.write_bytes(data[:-30] if damage == "cut" else b"")
-    report = dcpx.verify(path)
-    assert not report.ok
-    assert {fault.file for fault in report.faults} == {"y.pt"}
+    flips = (data.index(b"layer3"), data.rindex(b"PK\x01\x02") + 20)
+    for one in (data[:-30], b"", *(data[:at] + b"\x7f" + data[at + 1 :] for at in flips)):
+        path.write_bytes(one)
+        report = dcpx.verify(path)
+        assert not report.ok
+        assert {fault.file for fault in report.faults} == {"y.pt"}
 
 
 def test_torch_file_with_a_class_is_summed_and_its_names_are_a_note(tmp_path: Path) -> None:
@@ -99,37 +96,25 @@ def test_whole_safetensors_have_a_note_that_bytes_were_not_compared(
     assert "hold no checksums" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("damage", "kind"),
-    [
-        ("cut", "metadata"),
-        ("header", "metadata"),
-        ("missing", "missing"),
-        ("index", "disagreement"),
-        ("no index", "metadata"),
-    ],
-)
-def test_damaged_safetensors_have_a_fault_that_names_the_file(
-    tmp_path: Path, damage: str, kind: str
-) -> None:
+def test_damaged_safetensors_have_a_fault_that_names_the_file(tmp_path: Path) -> None:
     dcpx.export(state(), tmp_path, max_shard_bytes=60_000, no_dist=True)
     index = tmp_path / "model.safetensors.index.json"
     file = tmp_path / "model-00002-of-00003.safetensors"
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    elif damage == "header":
-        change(file, 9, b"\xff")
-    elif damage == "missing":
-        file.unlink()
-    elif damage == "index":
-        weights = json.loads(index.read_text())
-        weights["weight_map"]["none"] = file.name
-        index.write_text(json.dumps(weights))
-    else:
-        index.write_text("{")
-    report = dcpx.verify(tmp_path)
-    assert kinds(report) == {kind}
-    assert report.faults[0].file == (index.name if "index" in damage else file.name)
+    data, names = file.read_bytes(), json.loads(index.read_text())
+    names["weight_map"]["none"] = file.name
+    for path, content, kind in (
+        (file, data[:-1], "metadata"),
+        (file, data[:9] + b"\xff" + data[10:], "metadata"),
+        (file, None, "missing"),
+        (index, json.dumps(names).encode(), "disagreement"),
+        (index, b"{", "metadata"),
+    ):
+        whole = path.read_bytes()
+        path.unlink() if content is None else path.write_bytes(content)
+        report = dcpx.verify(tmp_path)
+        assert kinds(report) == {kind}
+        assert report.faults[0].file == path.name
+        path.write_bytes(whole)
 
 
 def test_links_are_a_question_without_an_answer(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ def find(item: bytes | Path) -> Found | None:
     return Found(sizes, strides, storage_name, dtype_name, is_big_endian, *place)
 
 
-def saved(value: Any) -> bytes:
+def saved(value: Any, **kwargs: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, **kwargs)
     return buffer.getvalue()
 
 

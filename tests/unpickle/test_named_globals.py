@@ -6,7 +6,6 @@ import dataclasses
 import enum
 import functools
 import http
-import io
 import re
 import sys
 import time
@@ -17,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile import pickles as hp
+from support.rows import check_rows
+from support.zip_samples import saved
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
@@ -64,12 +66,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("dcpx_configs", None)
 
 
-def saved(value: Any, **kwargs: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **kwargs)
-    return out.getvalue()
-
-
 def decode(data: bytes, *names: Any) -> Any:
     return decode_byte_item(data, fqn="k", path="p", safe_globals=names)
 
@@ -108,20 +104,11 @@ def test_module_is_imported_only_when_a_pickle_names_it(module: Any) -> None:
     ],
 )
 def test_name_of_nothing_is_an_option_error(module: Any, name: str, why: str) -> None:
-    *_, module_name, last = ["", *name.rsplit(".", 1)]
-    body = b"\x80\x02c" + module_name.encode() + b"\n" + last.encode() + b"\n)R."
-    data = saved(None).replace(saved(None), b"") or _archive(body)
+    module_name, last = name.rsplit(".", 1)
+    data = hp.torch_zip(hp.document(hp.call(hp.name(module_name, last))))
     with pytest.raises(OptionError, match=why) as refused:
         decode(data, name)
     assert (refused.value.option, refused.value.value) == ("safe_globals", name)
-
-
-def _archive(pickled: bytes) -> bytes:
-    out = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(out)  # type: ignore[call-arg]
-    writer.write_record("data.pkl", pickled, len(pickled))
-    writer.write_end_of_file()
-    return out.getvalue()
 
 
 def test_tensor_of_a_named_class_is_loaded_by_torch(module: Any, tmp_path: Path) -> None:
@@ -135,19 +122,11 @@ def test_tensor_of_a_named_class_is_loaded_by_torch(module: Any, tmp_path: Path)
         error: Any = refused.value.failures[0][0]
         assert type(error) is UnsafePickleError
         assert error.global_name == "dcpx_configs.Tagged"
-    reader = DcpxReader(tmp_path / "c", options=ReadOptions(safe_globals=["dcpx_configs.Tagged"]))
-    dcp.load(target, storage_reader=reader, no_dist=True)
-    assert target["w"].tolist() == list(range(6))
-
-
-def test_tensor_is_loaded_by_the_name_that_its_pickle_has(module: Any, tmp_path: Path) -> None:
-    tensor = torch.arange(6.0).as_subclass(module.Tagged)
-    dcp.save({"w": tensor}, checkpoint_id=tmp_path / "c", no_dist=True)
-    module.Tagged.__module__ = "somewhere.else"  # as of a class that has moved since
-    reader = DcpxReader(tmp_path / "c", options=ReadOptions(safe_globals=["dcpx_configs.Tagged"]))
-    target = {"w": torch.zeros(6)}
-    dcp.load(target, storage_reader=reader, no_dist=True)
-    assert target["w"].tolist() == list(range(6))
+    for module.Tagged.__module__ in ("dcpx_configs", "somewhere.else"):  # as of one that has moved
+        target = {"w": torch.zeros(6)}
+        options = ReadOptions(safe_globals=["dcpx_configs.Tagged"])
+        dcp.load(target, storage_reader=DcpxReader(tmp_path / "c", options=options), no_dist=True)
+        assert target["w"].tolist() == list(range(6))
 
 
 def test_module_that_fails_as_it_is_imported_is_an_error_of_the_option(
@@ -195,40 +174,37 @@ NAMED = {  # by what it is: the value, and the names that it needs
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", NAMED)
 def test_refusal_names_all_that_the_item_needs_and_then_it_loads(
-    case: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("DCPX_SAFE_GLOBALS", raising=False)
-    value, names = NAMED[case]
-    names = [name if "." in name else f"{__name__}.{name}" for name in names]
-    with pytest.raises(UnsafePickleError) as caught:
-        decode_byte_item(saved(value), fqn="k", path="f")
-    listed = re.search(r"DCPX_SAFE_GLOBALS=(\S+), or if", str(caught.value))
-    assert listed is not None
-    assert set(listed[1].split(",")) == set(names)
-    made = decode_byte_item(saved(value), fqn="k", path="f", safe_globals=names)
-    is_partial = isinstance(value, functools.partial)
-    assert made.func is value.func if is_partial else made == value
+
+    def check(row: tuple[Any, list[str]]) -> None:
+        value, names = row
+        names = [name if "." in name else f"{__name__}.{name}" for name in names]
+        with pytest.raises(UnsafePickleError) as caught:
+            decode(saved(value))
+        listed = re.search(r"DCPX_SAFE_GLOBALS=(\S+), or if", str(caught.value))
+        assert listed is not None
+        assert set(listed[1].split(",")) == set(names)
+        made = decode(saved(value), *names)
+        is_partial = isinstance(value, functools.partial)
+        assert made.func is value.func if is_partial else made == value
+
+    check_rows(NAMED, check)
 
 
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
-        (torch.relu, ["torch._C._VariableFunctionsClass"]),  # a method of a class
-        ("a".join, []),
-    ],
-)
-def test_methods_are_refused_by_name(value: Any, names: list[str]) -> None:
-    with pytest.raises(UnsafePickleError, match="refuse to call getattr"):
-        decode_byte_item(saved(value), fqn="k", path="f", safe_globals=names)
+def test_methods_are_refused_by_name() -> None:
+    for value, names in ((torch.relu, ["torch._C._VariableFunctionsClass"]), ("a".join, [])):
+        with pytest.raises(UnsafePickleError, match="refuse to call getattr"):
+            decode(saved(value), *names)
 
 
 @pytest.mark.parametrize("made", ["Inner()", "Kind.A"])
 def test_object_of_a_class_inside_of_another_is_refused_by_name(module: Any, made: str) -> None:
     data = saved(eval(f"Config.{made}", vars(module)))
     with pytest.raises(UnsafePickleError, match="inside of classes: only trusted=True does"):
-        decode_byte_item(data, fqn="k", path="f", safe_globals=["dcpx_configs.Config"])
+        decode(data, "dcpx_configs.Config")
 
 
 def test_names_that_cannot_be_listed_are_not_offered() -> None:

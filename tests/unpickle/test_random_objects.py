@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.rows import check_rows
 from support.zip_samples import saved
 
 from torch_dcpx import CorruptionError, UnsafePickleError
@@ -142,10 +143,12 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_state_that_no_generator_has_is_refused(case: str) -> None:
-    with pytest.raises(CorruptionError):
-        decoded(HOSTILE[case])
+def test_a_state_that_no_generator_has_is_refused() -> None:
+    def check(value: Any) -> None:
+        with pytest.raises(CorruptionError):
+            decoded(value)
+
+    check_rows(HOSTILE, check)
 
 
 def test_generator_of_a_device_is_refused_by_name() -> None:
@@ -159,20 +162,15 @@ def test_what_is_decoded_can_be_pickled_again() -> None:
         assert type(pickle.loads(pickle.dumps(decoded(value)))) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("build", "state", "count"),
-    [
-        ((random.Random, ()), random.Random(3).getstate(), 2200),
-        ((torch.Generator, (torch.device("cpu"),)), (3, None, TWISTER), 2200),
-        (np.random.MT19937(3).__reduce__()[:2], np.random.MT19937(3).state, 2200),
-    ],
-)
-def test_very_many_generators_of_one_state_are_refused(
-    build: tuple[Any, Any], state: Any, count: int
-) -> None:
+def test_very_many_generators_of_one_state_are_refused() -> None:
     """25 kB of these made 12 MB, and a megabyte half a gigabyte."""
-    with pytest.raises(CorruptionError, match="makes far more by its calls than it has bytes"):
-        decoded([Reduces(*build, state) for _ in range(count)])
+    for *build, state in (
+        (random.Random, (), random.Random(3).getstate()),
+        (torch.Generator, (torch.device("cpu"),), (3, None, TWISTER)),
+        (*np.random.MT19937(3).__reduce__()[:2], np.random.MT19937(3).state),
+    ):
+        with pytest.raises(CorruptionError, match="makes far more by its calls than it has bytes"):
+            decoded([Reduces(*build, state) for _ in range(2200)])
 
 
 def test_seeds_that_take_long_to_mix_again_and_again_are_refused() -> None:

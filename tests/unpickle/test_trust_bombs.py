@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import io
 import pickle
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ import torch.distributed.checkpoint as dcp
 from hostile import bombs
 from hostile import pickles as hp
 from support.foreign import Piece, write_foreign
+from support.rows import check_rows
 from support.saves import load, raises_one
+from support.zip_samples import saved
 
 from torch_dcpx import _C, DcpxReader
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
@@ -41,12 +43,14 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_bomb_is_refused_as_byte_item_and_as_metadata(name: str) -> None:
-    body = b"\x80\x04" + SMALL[name] + (b"" if name == "no STOP" else b".")
-    for read in (decode, lambda data: decode_metadata(data, "p")):
-        with pytest.raises((CorruptionError, UnsafePickleError)):
-            read(body)
+def test_bomb_is_refused_as_byte_item_and_as_metadata() -> None:
+    def check(pickled: bytes) -> None:
+        body = b"\x80\x04" + pickled + (b"" if pickled == SMALL["no STOP"] else b".")
+        for read in (decode, lambda data: decode_metadata(data, "p")):
+            with pytest.raises((CorruptionError, UnsafePickleError)):
+                read(body)
+
+    check_rows(SMALL, check)
 
 
 def test_one_list_that_many_calls_copy_is_refused() -> None:
@@ -55,12 +59,6 @@ def test_one_list_that_many_calls_copy_is_refused() -> None:
     body = b"(" + given + hp.call(made, b"h\xc8") * 100 + b"t."
     with pytest.raises(CorruptionError):
         decode(body)
-
-
-def saved(obj: Any, protocol: int = 2) -> bytes:
-    data = io.BytesIO()
-    torch.save(obj, data, pickle_protocol=protocol)
-    return data.getvalue()
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -76,7 +74,7 @@ def test_honest_dicts_of_many_compound_keys_are_read(protocol: int) -> None:
         "ordered": collections.OrderedDict(texts),
         "nested": {((i,), (i, (i, frozenset([i])))): i for i in range(count)},
     }
-    data = saved(state, protocol)
+    data = saved(state, pickle_protocol=protocol)
     assert decode_byte_item(data, fqn="k", path="p") == state
 
 
@@ -144,27 +142,27 @@ TENSORS: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensor_that_takes_memory_or_reaches_outside_is_corruption(
-    tmp_path: Any, name: str
-) -> None:
-    data, why = TENSORS[name]
-    whole = sparse([0]) if "index" in name else torch.full((9,), 3.0)
-    write_foreign(tmp_path, [Piece("t", data, whole)])
-    with raises_one(CorruptionError) as raised:
-        load({"t": whole}, tmp_path)
-    assert re.search(why, str(raised.error)), str(raised.error)
-    assert raised.error.fqn == "t"
+def test_tensor_that_takes_memory_or_reaches_outside_is_corruption(tmp_path: Path) -> None:
+    def check(name: str) -> None:
+        data, why = TENSORS[name]
+        whole = sparse([0]) if "index" in name else torch.full((9,), 3.0)
+        write_foreign(tmp_path / name, [Piece("t", data, whole)])
+        with raises_one(CorruptionError) as raised:
+            load({"t": whole}, tmp_path / name)
+        assert re.search(why, str(raised.error)), str(raised.error)
+        assert raised.error.fqn == "t"
+
+    check_rows({name: name for name in TENSORS}, check)
 
 
-def test_whole_sparse_tensor_is_read(tmp_path: Any) -> None:
+def test_whole_sparse_tensor_is_read(tmp_path: Path) -> None:
     whole, target = sparse([0, 7]), {"t": sparse([1])}
     write_foreign(tmp_path, [Piece("t", saved(whole), whole)])
     dcp.load(target, storage_reader=DcpxReader(tmp_path), no_dist=True)
     assert target["t"].to_dense().tolist() == whole.to_dense().tolist()
 
 
-def test_calls_that_make_bytes_of_one_text_again_and_again_are_refused(tmp_path: Any) -> None:
+def test_calls_that_make_bytes_of_one_text_again_and_again_are_refused(tmp_path: Path) -> None:
     body = b"(" + hp.text("a" * 100_000) + b"q\x00"
     body += hp.call(hp.name("_codecs", "encode"), b"h\x00", hp.text("latin1")) * 200 + b"t"
     write_foreign(tmp_path, [Piece("t", torch_item(body), torch.ones(2))])
@@ -173,10 +171,10 @@ def test_calls_that_make_bytes_of_one_text_again_and_again_are_refused(tmp_path:
     assert "far more by its calls" in str(raised.error)
 
 
-@pytest.mark.parametrize("nbytes", ["12 GB", None, 10**15])
-def test_attribute_of_the_name_nbytes_is_no_size(nbytes: Any) -> None:
-    raw = types.SimpleNamespace(nbytes=nbytes), argparse.Namespace(nbytes=nbytes)
-    assert decode_byte_item(saved(raw), fqn="k", path="p") == raw
+def test_attribute_of_the_name_nbytes_is_no_size() -> None:
+    for nbytes in ("12 GB", None, 10**15):
+        raw = types.SimpleNamespace(nbytes=nbytes), argparse.Namespace(nbytes=nbytes)
+        assert decode_byte_item(saved(raw), fqn="k", path="p") == raw
 
 
 def test_long_tuple_is_read_however_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hostile import pickles as hp
+from support.rows import check_rows
+from support.zip_samples import saved
 
 from torch_dcpx.errors import CorruptionError, UnsafePickleError
 from torch_dcpx.unpickle.byte_items import decode_byte_item, reencode_byte_item
@@ -30,12 +32,6 @@ needs_numpy = pytest.mark.skipif(np is None, reason="numpy is not installed")
 def decode(data):
     with hp.watched():
         return decode_byte_item(data, fqn="k", path="p")
-
-
-def saved(obj, **kwargs) -> bytes:
-    result = io.BytesIO()
-    torch.save(obj, result, **kwargs)
-    return result.getvalue()
 
 
 BAD_TENSORS = {
@@ -105,12 +101,13 @@ BAD_TENSORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("body", BAD_TENSORS.values(), ids=BAD_TENSORS)
-def test_parts_that_do_not_fit_are_corruption(body):
-    data = hp.torch_zip(hp.document(body), {"data/0": bytes(8)})
-    with pytest.raises(CorruptionError) as caught:
-        decode(data)
-    assert (caught.value.fqn, caught.value.path) == ("k", "p")
+def test_parts_that_do_not_fit_are_corruption():
+    def check(body):
+        with pytest.raises(CorruptionError) as caught:
+            decode(hp.torch_zip(hp.document(body), {"data/0": bytes(8)}))
+        assert (caught.value.fqn, caught.value.path) == ("k", "p")
+
+    check_rows(BAD_TENSORS, check)
 
 
 def test_the_fitting_tensor_is_read():
@@ -162,11 +159,14 @@ BAD_ARRAYS = {
 }  # fmt: skip
 
 
-@needs_numpy
-@pytest.mark.parametrize("body", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
-def test_arrays_that_do_not_fit_are_corruption(body):
+def is_corruption(body):
     with pytest.raises(CorruptionError):
         decode(hp.torch_zip(hp.document(body)))
+
+
+@needs_numpy
+def test_arrays_that_do_not_fit_are_corruption():
+    check_rows(BAD_ARRAYS, is_corruption)
     assert decode(hp.torch_zip(hp.document(array_pickle(F8, (2,), RAW)))).shape == (2,)
 
 
@@ -193,36 +193,28 @@ BAD_BYTES_IO = {
 }
 
 
-@pytest.mark.parametrize("body", BAD_BYTES_IO.values(), ids=BAD_BYTES_IO)
-def test_memory_files_that_do_not_fit_are_corruption(body):
-    with pytest.raises(CorruptionError):
-        decode(hp.torch_zip(hp.document(body)))
+def test_memory_files_that_do_not_fit_are_corruption():
+    check_rows(BAD_BYTES_IO, is_corruption)
     fitting = decode(hp.torch_zip(hp.document(bytes_io_state(RAW, hp.value(16), b"N"))))
     assert (fitting.getvalue(), fitting.tell()) == (b"a" * 16, 16)
 
 
-@pytest.mark.parametrize(("body", "global_name"), hp.REFUSED.values(), ids=hp.REFUSED)
-def test_hostile_items_are_refused_and_not_passed_on(body, global_name):
-    for read in (decode_byte_item, reencode_byte_item):
-        with hp.watched(), pytest.raises(UnsafePickleError) as caught:
-            read(hp.torch_zip(hp.document(body)), fqn="k", path="p")
-        assert caught.value.global_name == global_name
+def test_hostile_items_are_refused_and_not_passed_on():
+    def check(row):
+        for read in (decode_byte_item, reencode_byte_item):
+            with hp.watched(), pytest.raises(UnsafePickleError) as caught:
+                read(hp.torch_zip(hp.document(row[0])), fqn="k", path="p")
+            assert caught.value.global_name == row[1]
+
+    check_rows(hp.REFUSED, check)
 
 
-OTHER = {
-    "legacy torch.save": saved({"a": 1}, _use_new_zipfile_serialization=False),
-    "bare pickle": b"\x80\x04N.",
-    "zstd": b"\x28\xb5\x2f\xfd" + bytes(20),
-    "empty": b"",
-    "text": b"hello",
-}
-
-
-@pytest.mark.parametrize("data", OTHER.values(), ids=OTHER)
-def test_what_is_no_archive_is_refused_by_kind(data):
-    with pytest.raises(UnsafePickleError, match="trusted=True") as caught:
-        decode(data)
-    assert caught.value.global_name is None
+def test_what_is_no_archive_is_refused_by_kind():
+    legacy = saved({"a": 1}, _use_new_zipfile_serialization=False)
+    for data in (legacy, b"\x80\x04N.", b"\x28\xb5\x2f\xfd" + bytes(20), b"", b"hello"):
+        with pytest.raises(UnsafePickleError, match="trusted=True") as caught:
+            decode(data)
+        assert caught.value.global_name is None
 
 
 def test_archives_that_torch_save_does_not_write_are_refused():
