@@ -7,7 +7,6 @@ A case makes `root/ckpt`; `root/outside` is what it must not reach, and what a p
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
@@ -22,6 +21,7 @@ from hostile import pickles as hp
 from support.foreign import Piece, write_foreign
 from support.metadata_samples import TAIL
 from support.saves import save
+from support.zip_samples import saved
 
 STATE: dict[str, Any] = {"weight": torch.arange(3000.0), "value": [1, "two", 3.0]}
 
@@ -33,12 +33,6 @@ class Case(NamedTuple):
     name: str
     build: Callable[[Path], None]  # gets `root`; `root/ckpt` does not exist yet
     is_valid: bool = False  # a load may give what the item says, which is not STATE
-
-
-def saved(obj: Any, **kwargs: Any) -> bytes:
-    data = io.BytesIO()
-    torch.save(obj, data, **kwargs)
-    return data.getvalue()
 
 
 WEIGHT, VALUE = saved(STATE["weight"]), saved(STATE["value"])
@@ -95,9 +89,7 @@ def plant_planner_pickle(root: Path, data: bytes) -> None:
     path = ours(root) / ".metadata"
     path.write_bytes(
         sealed(
-            path.read_bytes(),
-            stock_pickle=data,
-            header=lambda fields: fields.update(planner_data="pickle"),
+            path.read_bytes(), stock_pickle=data, header=lambda h: h.update(planner_data="pickle")
         )
     )
 

@@ -149,28 +149,22 @@ GADGETS: list[tuple[str, str, Args]] = [
 ]  # fmt: skip
 
 
-def global_(module: str, name: str) -> bytes:
-    return N(module, name)
-
-
-def stack_global(module: str, name: str) -> bytes:
-    return hp.stack_name(module, name)
-
-
-def short_stack_global(module: str, name: str) -> bytes:
+def _short_name(module: str, name: str) -> bytes:
     parts = [b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name)]
     return parts[0] + b"\x94" + parts[1] + b"\x94\x93"
 
 
-def text_stack_global(module: str, name: str) -> bytes:  # protocol 0 text in a protocol 4 name
+def _text_name(module: str, name: str) -> bytes:  # protocol 0 text in a protocol 4 name
     return b"".join(b"V" + part.encode() + b"\n" for part in (module, name)) + b"\x93"
 
 
-NAMES = [global_, stack_global, short_stack_global, text_stack_global]
-
-
-def reduce(function: bytes, args: tuple[bytes, ...]) -> bytes:
-    return hp.call(function, *args)
+stack_global = hp.stack_name
+NAMES: dict[str, Callable[[str, str], bytes]] = {
+    "global_": N,
+    "stack_global": stack_global,
+    "short_stack_global": _short_name,
+    "text_stack_global": _text_name,
+}
 
 
 def newobj(function: bytes, args: tuple[bytes, ...]) -> bytes:
@@ -181,34 +175,30 @@ def newobj_ex(function: bytes, args: tuple[bytes, ...]) -> bytes:
     return function + b"(" + b"".join(args) + b"t}\x92"
 
 
-def obj(function: bytes, args: tuple[bytes, ...]) -> bytes:
-    return b"(" + function + b"".join(args) + b"o"
-
-
-def built(function: bytes, args: tuple[bytes, ...]) -> bytes:
+def _built(function: bytes, _: tuple[bytes, ...]) -> bytes:
     """A state whose keys are what pickle, copy and BUILD themselves would call."""
-    return hp.state(
-        hp.call(hp.NAMESPACE),
-        b"}(" + T("__setstate__") + function + T("__reduce_ex__") + function + b"u",
-    )  # fmt: skip
+    fields = b"}(" + T("__setstate__") + function + T("__reduce_ex__") + function + b"u"
+    return hp.state(hp.call(hp.NAMESPACE), fields)
 
 
-def as_key(function: bytes, args: tuple[bytes, ...]) -> bytes:
-    return b"}" + hp.call(function, *args) + b"Ns"
-
-
-def persistent(function: bytes, args: tuple[bytes, ...]) -> bytes:
-    return hp.call(function, *args) + b"Q"
-
-
-def partial_chain(function: bytes, args: tuple[bytes, ...]) -> bytes:
+def _partial_chain(function: bytes, args: tuple[bytes, ...]) -> bytes:
     made = function
     for _ in range(3):
         made = hp.call(N("functools", "partial"), made)
     return hp.call(made, *args)
 
 
-CALLS = [reduce, newobj, newobj_ex, obj, built, as_key, persistent, partial_chain]
+Call = Callable[[bytes, tuple[bytes, ...]], bytes]
+CALLS: dict[str, Call] = {
+    "reduce": lambda function, args: hp.call(function, *args),
+    "newobj": newobj,
+    "newobj_ex": newobj_ex,
+    "obj": lambda function, args: b"(" + function + b"".join(args) + b"o",
+    "built": _built,
+    "as_key": lambda function, args: b"}" + hp.call(function, *args) + b"Ns",
+    "persistent": lambda function, args: hp.call(function, *args) + b"Q",
+    "partial_chain": _partial_chain,
+}
 
 # Whole bodies: no name is called, or none is needed.
 BODIES: dict[str, bytes] = {
@@ -240,37 +230,30 @@ BODIES: dict[str, bytes] = {
 
 def cases() -> Iterator[Case]:
     places = list(PICKLE_PLACES)
+    names, calls = list(NAMES.items()), list(CALLS.items())
     for number, (module, name, args) in enumerate(GADGETS):
         for shift, place in enumerate(places):
             # A form for each gadget and place, so that all pairs of forms and places occur.
-            named = NAMES[(number + shift) % len(NAMES)]
-            called = CALLS[(number // 2 + 3 * shift) % len(CALLS)]
-            yield Case(
-                f"gadget in {place}",
-                f"{module}.{name} by {named.__name__} {called.__name__}",
-                partial(_build_gadget, place, named(module, name), called, args),
-            )
+            by_name, named = names[(number + shift) % len(names)]
+            by_call, called = calls[(number // 2 + 3 * shift) % len(calls)]
+            build = partial(_build, place, partial(_gadget, named(module, name), called, args))
+            yield Case(f"gadget in {place}", f"{module}.{name} by {by_name} {by_call}", build)
     for place in places:
         for label, body in BODIES.items():
-            yield Case(f"gadget in {place}", label, partial(_build_body, place, body))
-        for label, (module, name, args) in {f"INST {g[0]}.{g[1]}": g for g in GADGETS[:4]}.items():
-            yield Case(f"gadget in {place}", label, partial(_build_inst, place, module, name, args))
+            build = partial(_build, place, lambda _, body=body: body)
+            yield Case(f"gadget in {place}", label, build)
+        for gadget in GADGETS[:4]:
+            build = partial(_build, place, partial(_inst, *gadget))
+            yield Case(f"gadget in {place}", f"INST {gadget[0]}.{gadget[1]}", build)
 
 
-def _build_gadget(
-    place: str,
-    function: bytes,
-    called: Callable[[bytes, tuple[bytes, ...]], bytes],
-    args: Args,
-    root: Path,
-) -> None:
-    PICKLE_PLACES[place](root, hp.document(called(function, args(root))))
+def _gadget(function: bytes, called: Call, args: Args, root: Path) -> bytes:
+    return called(function, args(root))
 
 
-def _build_body(place: str, body: bytes, root: Path) -> None:
-    PICKLE_PLACES[place](root, hp.document(body))
+def _inst(module: str, name: str, args: Args, root: Path) -> bytes:
+    return b"(" + b"".join(args(root)) + f"i{module}\n{name}\n".encode()
 
 
-def _build_inst(place: str, module: str, name: str, args: Args, root: Path) -> None:
-    body = b"(" + b"".join(args(root)) + f"i{module}\n{name}\n".encode()
-    PICKLE_PLACES[place](root, hp.document(body))
+def _build(place: str, body: Callable[[Path], bytes], root: Path) -> None:
+    PICKLE_PLACES[place](root, hp.document(body(root)))

@@ -15,19 +15,9 @@ from typing import Any
 # Audit events that decoding must never raise. `pickle.find_class` is raised by CPython's own
 # find_class only: it would be a fall-through.
 FORBIDDEN = (
-    "compile",
-    "ctypes.",
-    "exec",
-    "import",
-    "marshal.",
-    "open",
-    "os.",
-    "pickle.find_class",
-    "shutil.",
-    "socket.",
-    "subprocess.",
-    "urllib.",
-)
+    "compile", "ctypes.", "exec", "import", "marshal.", "open", "os.", "pickle.find_class",
+    "shutil.", "socket.", "subprocess.", "urllib.",
+)  # fmt: skip
 
 _watching = threading.local()
 _is_installed = False
@@ -104,103 +94,58 @@ ORDERED = name("collections", "OrderedDict")
 TENSOR_V2 = name("torch._utils", "_rebuild_tensor_v2")
 
 
+def _called(module: str, attribute: str, *args: bytes) -> tuple[bytes, str]:
+    return call(name(module, attribute), *args), f"{module}.{attribute}"
+
+
+def _dotted(module: str, attribute: str) -> tuple[bytes, str]:
+    return stack_name(module, attribute), f"{module}.{attribute}"
+
+
+_X, _TOUCH, _SYSTEM = text("x"), text("touch pwned"), name("os", "system")
+_METADATA = "torch.distributed.checkpoint.metadata"
+_GETATTR = name("builtins", "getattr")
 # id -> (pickle, global that must be named): each would run something in a plain unpickler.
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "os.system": (call(name("os", "system"), text("touch pwned")), "os.system"),
-    "posix.system": (call(name("posix", "system"), text("touch pwned")), "posix.system"),
-    "eval": (call(name("builtins", "eval"), text("1/0")), "builtins.eval"),
-    "py2 eval": (call(name("__builtin__", "eval"), text("1/0")), "__builtin__.eval"),
-    "exec": (call(name("builtins", "exec"), text("import antigravity")), "builtins.exec"),
-    "import": (call(name("builtins", "__import__"), text("this")), "builtins.__import__"),
-    "open": (call(name("builtins", "open"), text("pwned"), text("w")), "builtins.open"),
-    "getattr": (
-        call(name("builtins", "getattr"), NAMESPACE, text("__init__")),
-        "builtins.getattr",
+    "os.system": _called("os", "system", _TOUCH),
+    "posix.system": _called("posix", "system", _TOUCH),
+    "eval": _called("builtins", "eval", text("1/0")),
+    "py2 eval": _called("__builtin__", "eval", text("1/0")),
+    "exec": _called("builtins", "exec", text("import antigravity")),
+    "import": _called("builtins", "__import__", text("this")),
+    "open": _called("builtins", "open", text("pwned"), text("w")),
+    "getattr": _called("builtins", "getattr", NAMESPACE, text("__init__")),
+    "nested getattr": _called(
+        "builtins", "getattr", call(_GETATTR, ORDERED, text("__init__")), text("__globals__")
     ),
-    "nested getattr": (
-        call(
-            name("builtins", "getattr"),
-            call(name("builtins", "getattr"), ORDERED, text("__init__")),
-            text("__globals__"),
-        ),
-        "builtins.getattr",
+    "resolve_name": _called("pkgutil", "resolve_name", text("os:system")),
+    "partial": (call(call(name("functools", "partial"), _SYSTEM, _X)), "functools.partial"),
+    "attrgetter": _called("operator", "attrgetter", text("system")),
+    "methodcaller": _called("operator", "methodcaller", text("system"), _X),
+    "import_module": _called("importlib", "import_module", text("this")),
+    "torch.load": _called("torch", "load", _X),
+    "torch.serialization.load": _called("torch.serialization", "load", _X),
+    "torch.hub.load": _called("torch.hub", "load", text("x/y"), text("z")),
+    "torch.jit.load": _called("torch.jit", "load", _X),
+    "torch.jit._script": _called("torch.jit._script", "script", _X),
+    "torch.ops": _called("torch.ops", "load_library", text("x.so")),
+    "add_safe_globals": _called("torch.serialization", "add_safe_globals", b"]" + _X + b"a"),
+    "dotted Metadata": _dotted(_METADATA, "Metadata.__init__.__globals__"),
+    "dotted OrderedDict": _dotted("collections", "OrderedDict.__init__"),
+    "dotted module": _dotted("torch", "serialization.os.system"),
+    "INST": (b"(" + _TOUCH + b"ios\nsystem\n", "os.system"),
+    "OBJ": (b"(" + _SYSTEM + _TOUCH + b"o", "os.system"),
+    "subprocess": _called("subprocess", "Popen", b"]" + text("true") + b"a"),
+    "socket": _called("socket", "socket"),
+    "codecs.decode": _called("_codecs", "decode", value("eA=="), text("base64")),
+    "copyreg._reconstructor": _called(
+        "copyreg", "_reconstructor", ORDERED, name("builtins", "object"), b"N"
     ),
-    "resolve_name": (
-        call(name("pkgutil", "resolve_name"), text("os:system")),
-        "pkgutil.resolve_name",
-    ),
-    "partial": (
-        call(call(name("functools", "partial"), name("os", "system"), text("x"))),
-        "functools.partial",
-    ),
-    "attrgetter": (call(name("operator", "attrgetter"), text("system")), "operator.attrgetter"),
-    "methodcaller": (
-        call(name("operator", "methodcaller"), text("system"), text("x")),
-        "operator.methodcaller",
-    ),
-    "import_module": (
-        call(name("importlib", "import_module"), text("this")),
-        "importlib.import_module",
-    ),
-    "torch.load": (call(name("torch", "load"), text("x")), "torch.load"),
-    "torch.serialization.load": (
-        call(name("torch.serialization", "load"), text("x")),
-        "torch.serialization.load",
-    ),
-    "torch.hub.load": (call(name("torch.hub", "load"), text("x/y"), text("z")), "torch.hub.load"),
-    "torch.jit.load": (call(name("torch.jit", "load"), text("x")), "torch.jit.load"),
-    "torch.jit._script": (
-        call(name("torch.jit._script", "script"), text("x")),
-        "torch.jit._script.script",
-    ),
-    "torch.ops": (
-        call(name("torch.ops", "load_library"), text("x.so")),
-        "torch.ops.load_library",
-    ),
-    "add_safe_globals": (
-        call(
-            name("torch.serialization", "add_safe_globals"),
-            b"]" + text("x") + b"a",
-        ),
-        "torch.serialization.add_safe_globals",
-    ),
-    "dotted Metadata": (
-        stack_name("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__"),
-        "torch.distributed.checkpoint.metadata.Metadata.__init__.__globals__",
-    ),
-    "dotted OrderedDict": (
-        stack_name("collections", "OrderedDict.__init__"),
-        "collections.OrderedDict.__init__",
-    ),
-    "dotted module": (
-        stack_name("torch", "serialization.os.system"),
-        "torch.serialization.os.system",
-    ),
-    "INST": (b"(" + text("touch pwned") + b"ios\nsystem\n", "os.system"),
-    "OBJ": (b"(" + name("os", "system") + text("touch pwned") + b"o", "os.system"),
-    "subprocess": (
-        call(name("subprocess", "Popen"), b"]" + text("true") + b"a"),
-        "subprocess.Popen",
-    ),
-    "socket": (call(name("socket", "socket")), "socket.socket"),
-    "codecs.decode": (
-        call(name("_codecs", "decode"), value("eA=="), text("base64")),
-        "_codecs.decode",
-    ),
-    "copyreg._reconstructor": (
-        call(name("copyreg", "_reconstructor"), ORDERED, name("builtins", "object"), b"N"),
-        "copyreg._reconstructor",
-    ),
-    "own code": (
-        call(name("torch_dcpx.unpickle.stand_ins", "stand_in"), text("x"), text("y")),
-        "torch_dcpx.unpickle.stand_ins.stand_in",
-    ),
-    "bytes storage class": (
-        call(name("torch.storage", "_load_from_bytes"), value(b"x")),
-        "torch.storage._load_from_bytes",
-    ),
+    "own code": _called("torch_dcpx.unpickle.stand_ins", "stand_in", _X, text("y")),
+    "bytes storage class": _called("torch.storage", "_load_from_bytes", value(b"x")),
 }
 
+_RANGE = call(name("builtins", "range"), value(0), value(10**12), value(1))
 # id -> pickle of allowed names only, that patches, plants, or asks for more than it brings.
 CORRUPT: dict[str, bytes] = {
     "setattr on a class": state(NAMESPACE, slots(__init__=1)),
@@ -214,12 +159,8 @@ CORRUPT: dict[str, bytes] = {
     "calls a str": call(text("x")),
     "calls an object": call(call(ORDERED)),
     "NEWOBJ of a str": new(text("x")),
-    "range in a set": call(
-        name("builtins", "set"), call(name("builtins", "range"), value(0), value(10**12), value(1))
-    ),
-    "list of a range": call(
-        name("builtins", "list"), call(name("builtins", "range"), value(0), value(10**12), value(1))
-    ),
+    "range in a set": call(name("builtins", "set"), _RANGE),
+    "list of a range": call(name("builtins", "list"), _RANGE),
     "giant bytes": call(name("builtins", "bytes"), value(10**12)),
     "giant bytearray": call(name("builtins", "bytearray"), value(10**12)),
     "a global itself": name("_codecs", "encode"),

@@ -17,38 +17,20 @@ from torch_dcpx.storage.names import FileEntry
 
 DATA = "__0_0.distcp"
 NAMES = [
-    f"../outside/{DATA}",
-    f"../../{DATA}",
-    f"sub/../../outside/{DATA}",
-    f"sub/../{DATA}",
-    f"./{DATA}",
-    f"{DATA}/",
-    f"{DATA}/.",
-    f"sub//{DATA}",
-    "",
-    ".",
-    "..",
-    "/",
-    "/etc/passwd",
-    "/dev/zero",
-    "/proc/self/mem",
-    "/proc/self/fd/0",
+    *(f"{before}{DATA}" for before in ("../outside/", "../../", "sub/../../outside/", "sub/../")),
+    *(f"{before}{DATA}" for before in ("./", "sub//", "linked/")),
+    *(f"{DATA}{behind}" for behind in ("/", "/.", "\0", f"\0/../../outside/{DATA}", "\n")),
+    *("", ".", "..", "/", "/etc/passwd", "/dev/zero", "/proc/self/mem", "/proc/self/fd/0"),
     "OUTSIDE",  # the absolute path of a data file there
-    f"{DATA}\0",
-    f"{DATA}\0/../../outside/{DATA}",
-    "\0",
-    "__0_0\ud800.distcp",
-    "__0_0\udcff.distcp",
-    "x" * 256,
-    "x" * 5000,
-    "/".join("x" * 2000),
-    ".metadata",
-    ".dcpx.lock",
-    "sub",
-    "missing.distcp",
-    "__0_0.distcp\n",
-    "linked/" + DATA,
-    "\\..\\outside",
+    *(
+        "\0",
+        "__0_0\ud800.distcp",
+        "__0_0\udcff.distcp",
+        "x" * 256,
+        "x" * 5000,
+        "/".join("x" * 2000),
+    ),
+    *(".metadata", ".dcpx.lock", "sub", "missing.distcp", "\\..\\outside"),
 ]
 
 
@@ -80,36 +62,11 @@ def _named(layout: str, name: str, root: Path) -> None:
 # ---- Something else in place of a file ----------------------------------------------------------
 
 
-def _symlink(path: Path, root: Path) -> None:
-    path.symlink_to(root / "outside" / DATA)
+Plant = Callable[[Path, Path], object]
 
 
-def _relative_symlink(path: Path, root: Path) -> None:
-    path.symlink_to(Path("..") / "outside" / DATA)
-
-
-def _secret_symlink(path: Path, root: Path) -> None:
-    path.symlink_to(root / "outside" / "secret")
-
-
-def _dangling(path: Path, root: Path) -> None:
-    path.symlink_to(root / "outside" / "MARK")
-
-
-def _loop(path: Path, root: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _zero_link(path: Path, root: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def _hard_link(path: Path, root: Path) -> None:
-    path.hardlink_to(root / "outside" / "secret")
-
-
-def _fifo(path: Path, root: Path) -> None:
-    os.mkfifo(path)
+def _link_to(target: str) -> Plant:
+    return lambda path, root: path.symlink_to(root / "outside" / target)
 
 
 def _socket(path: Path, root: Path) -> None:
@@ -127,12 +84,8 @@ def _directory(path: Path, root: Path) -> None:
     (path / "inside").write_bytes(b"a file in it")
 
 
-def _device(major: int, minor: int, path: Path, root: Path) -> None:
-    os.mknod(path, 0o666 | 0o020000, os.makedev(major, minor))
-
-
-def _empty(path: Path, root: Path) -> None:
-    path.write_bytes(b"")
+def _device(major: int, minor: int) -> Plant:
+    return lambda path, _: os.mknod(path, 0o666 | 0o020000, os.makedev(major, minor))
 
 
 def _sparse(path: Path, root: Path) -> None:
@@ -140,25 +93,25 @@ def _sparse(path: Path, root: Path) -> None:
     os.truncate(path, 1 << 40)
 
 
-PLANTS: dict[str, Callable[[Path, Path], None]] = {
-    "link": _symlink,
-    "relative link": _relative_symlink,
-    "link to another file": _secret_symlink,
-    "dangling link": _dangling,
-    "link to itself": _loop,
-    "link to /dev/zero": _zero_link,
-    "hard link": _hard_link,
-    "FIFO": _fifo,
+PLANTS: dict[str, Plant] = {
+    "link": _link_to(DATA),
+    "relative link": lambda path, _: path.symlink_to(Path("..") / "outside" / DATA),
+    "link to another file": _link_to("secret"),
+    "dangling link": _link_to("MARK"),
+    "link to itself": lambda path, _: path.symlink_to(path.name),
+    "link to /dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
+    "hard link": lambda path, root: path.hardlink_to(root / "outside" / "secret"),
+    "FIFO": lambda path, _: os.mkfifo(path),
     "socket": _socket,
     "directory": _directory,
-    "empty file": _empty,
+    "empty file": lambda path, _: path.write_bytes(b""),
     "hole of a terabyte": _sparse,
 }
 if os.geteuid() == 0:
     PLANTS |= {
-        "/dev/zero": partial(_device, 1, 5),
-        "/dev/full": partial(_device, 1, 7),
-        "/dev/random": partial(_device, 1, 8),
+        "/dev/zero": _device(1, 5),
+        "/dev/full": _device(1, 7),
+        "/dev/random": _device(1, 8),
     }
 
 # Name -> whether a load meets it. What a save makes, finds and removes.
@@ -177,7 +130,7 @@ TARGETS = {
 }
 
 
-def _planted(layout: str, name: str, plant: Callable[[Path, Path], None], root: Path) -> None:
+def _planted(layout: str, name: str, plant: Plant, root: Path) -> None:
     ckpt = stock(root) if layout == "stock" else ours(root)
     names = [path.name for path in ckpt.iterdir() if path.name.endswith(".distcp")]
     path = ckpt / (names[0] if name == DATA else name)
