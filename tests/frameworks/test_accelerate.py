@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.adapter_cases import AdapterCases
 from support.folder_cases import PARTS, FolderCases, folders_in, options_of_bash
 from support.frameworks import ROOT, WITNESS, Framework, Run, check_page, check_seen, check_typos
-from support.resume_cases import ResumeCases, Trained, losses_after
+from support.resume_cases import AdapterCases, ResumeCases, Trained, losses_after
 from support.states import assert_same
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 

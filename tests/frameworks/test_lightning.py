@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapter_cases import AdapterCases
 from support.frameworks import ROOT, WITNESS, Framework, check_page, check_seen, check_typos
-from support.resume_cases import ResumeCases, Trained, losses_after
+from support.resume_cases import AdapterCases, ResumeCases, Trained, losses_after
 from support.states import assert_same
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from support.adapter_cases import AdapterCases
 from support.frameworks import ROOT, WITNESS, Framework, check_all_ours, check_typos
-from support.resume_cases import Trained, losses_after
+from support.resume_cases import AdapterCases, Trained, losses_after
 
 _WORKER = str(ROOT / "tests" / "frameworks" / "megatron_worker.py")
 _ADAPTER = "torch_dcpx.integrations.megatron"

@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.adapter_cases import AdapterCases
 from support.frameworks import Framework, Run, check_all_ours, check_page, check_seen, check_typos
-from support.resume_cases import ResumeCases, Trained, losses_after
+from support.resume_cases import AdapterCases, ResumeCases, Trained, losses_after
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+NEW_RANKS = ("--new-ranks",)  # it loads the place in its data on the same number of ranks only
 
 
 class TestTorchtitan(ResumeCases):
     NAME = "torchtitan"
     CHECKPOINT = "checkpoint/step-{}"
     PARTS = ("",)
-
-    def resume(self, trained: Trained, side: str, step: int, into: Path, **options: Any) -> Run:
-        """As the base; torchtitan loads the place in its data on the same number of ranks only."""
-        start = trained.framework.folder / side / self.CHECKPOINT.format(step)
-        more = ["--new-ranks"] if "ranks" in options else []
-        return trained.framework.train(into, "--resume", start, *more, **options)
+    ON_OTHER_RANKS = NEW_RANKS
 
     def test_killed_in_a_save_resumes_from_the_one_before(
         self, trained: Trained, tmp_path: Path
@@ -89,16 +85,7 @@ class TestTorchtitanAdapter(AdapterCases):
     NAME = "torchtitan"
     CHECKPOINT = STEP
     OURS = MANAGER
-
-    def resume(
-        self, trained: Trained, saver: str, loader: str, step: int, into: Path, **options: Any
-    ) -> Run:
-        """As the base; torchtitan loads the place in its data on the same number of ranks only."""
-        start = trained.framework.folder / saver / STEP.format(step)
-        ours = MANAGER if loader == "ours" else ()
-        more = ["--new-ranks"] if "ranks" in options else []
-        arguments = (*ours, *more, "--resume", start)
-        return trained.framework.train(into, *arguments, hook=False, **options)
+    ON_OTHER_RANKS = NEW_RANKS
 
     @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
     def test_killed_in_a_save_resumes_from_the_one_before(  # type: ignore[override]

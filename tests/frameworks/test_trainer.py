@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from support.adapter_cases import AdapterCases
 from support.folder_cases import FolderCases, check_parts, folders_in, options_of_bash
 from support.frameworks import ROOT, WITNESS, Framework, check_page, check_typos
-from support.resume_cases import ResumeCases, Trained, losses_after
+from support.resume_cases import AdapterCases, ResumeCases, Trained, losses_after
 
 
 class TestTrainer(ResumeCases):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from hostile import pickles as hp
 from hostile.corpus import PICKLE_PLACES, WEIGHT, Case, saved, stock
+from support.zip_samples import rezipped
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -114,13 +115,8 @@ def _pickle(place: str, body: bytes, root: Path) -> None:
 # ---- Zips ---------------------------------------------------------------------------------------
 
 
-def _rezip(data: bytes, method: int, **changes: bytes) -> io.BytesIO:
-    source, made = zipfile.ZipFile(io.BytesIO(data)), io.BytesIO()
-    with zipfile.ZipFile(made, "w", method) as archive:
-        for name in source.namelist():
-            record = name.split("/", 1)[1]
-            archive.writestr(name, changes.get(record.replace("/", "_"), source.read(name)))
-    return made
+def _rezipped_weight() -> io.BytesIO:
+    return io.BytesIO(rezipped(WEIGHT))
 
 
 def _inflating(root: Path) -> None:
@@ -151,7 +147,7 @@ def _lying(field: str, value: int, method: int, record: str, root: Path) -> None
 
 
 def _many_entries(root: Path) -> None:
-    made = _rezip(WEIGHT, zipfile.ZIP_STORED)
+    made = _rezipped_weight()
     with zipfile.ZipFile(made, "a") as archive:
         for i in range(5000):
             archive.writestr(f"archive/data/x{i}", b"")
@@ -159,7 +155,7 @@ def _many_entries(root: Path) -> None:
 
 
 def _overlapping(root: Path) -> None:
-    made = _rezip(WEIGHT, zipfile.ZIP_STORED)
+    made = _rezipped_weight()
     with zipfile.ZipFile(made, "a") as archive:
         first = next(info for info in archive.filelist if info.filename.endswith("data/0"))
         last = archive.filelist[-1]
@@ -171,7 +167,7 @@ def _overlapping(root: Path) -> None:
 
 def _end_record(at: int, value: bytes, root: Path) -> None:
     """Another number in the end of the central directory."""
-    item = bytearray(_rezip(WEIGHT, zipfile.ZIP_STORED).getvalue())
+    item = bytearray(_rezipped_weight().getvalue())
     begin = item.rindex(b"PK\x05\x06") + at
     item[begin : begin + len(value)] = value
     stock(root, weight=bytes(item))
@@ -179,7 +175,7 @@ def _end_record(at: int, value: bytes, root: Path) -> None:
 
 def _descriptor(root: Path) -> None:
     """Sizes behind the data, zero before it, and others in the directory."""
-    item = bytearray(_rezip(WEIGHT, zipfile.ZIP_STORED).getvalue())
+    item = bytearray(_rezipped_weight().getvalue())
     begin = item.index(b"PK\x03\x04")
     item[begin + 6 : begin + 8] = (8).to_bytes(2, "little")
     item[begin + 14 : begin + 26] = bytes(12)

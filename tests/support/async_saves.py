@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from support.machine import seconds
-from torch.distributed.checkpoint import FileSystemReader
+from support.saves import load
+from support.states import assert_same
 
 from torch_dcpx import StorageError, WriteOptions, wait
 
@@ -48,22 +48,11 @@ def gated(**options: Any) -> tuple[Gate, WriteOptions]:
 
 def stock_load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     """Returns what stock's reader finds."""
-    target = {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        for key, value in like.items()
-    }
-    dcp.load(target, storage_reader=FileSystemReader(path), no_dist=True)
-    return target
+    return load(like, path, "stock")
 
 
 def assert_saved(path: Path, expected: dict[str, Any]) -> None:
-    found = stock_load(path, expected)
-    for key, value in expected.items():
-        if isinstance(value, torch.Tensor):
-            assert found[key].dtype == value.dtype
-            assert torch.equal(found[key], value), key
-        else:
-            assert found[key] == value, key
+    assert_same(expected, stock_load(path, expected))
 
 
 def state_of(seed: int) -> dict[str, Any]:

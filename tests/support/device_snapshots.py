@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from fake_cuda.fake import FakeCuda
+from support.states import assert_same
 
 
 def device_copy(
@@ -15,12 +16,7 @@ def device_copy(
 
 def assert_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Raises unless both hold the same bytes, element by element."""
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    assert torch.equal(
-        found.contiguous().view(-1).view(torch.uint8),
-        wanted.contiguous().view(-1).view(torch.uint8),
-    )
+    assert_same(wanted, found)
 
 
 def left(fake: FakeCuda) -> dict[str, int]:

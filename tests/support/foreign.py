@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support.zip_samples import saved
+from support.zip_samples import rezipped, saved
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -84,27 +83,6 @@ def write_foreign(
     if change is not None:
         change(metadata)
     (directory / ".metadata").write_bytes(encode(metadata))
-
-
-def rezipped(
-    data: bytes,
-    changes: dict[str, bytes | None] | None = None,
-    compression: int = zipfile.ZIP_STORED,
-    only: str | None = None,
-) -> bytes:
-    """Returns a torch.save item zipped anew, records replaced (None: left out), all of them or
-    `only` one compressed.
-    """
-    source = zipfile.ZipFile(io.BytesIO(data))
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        for name in source.namelist():
-            record = name.split("/", 1)[1]
-            content = (changes or {}).get(record, source.read(name))
-            method = compression if only in (None, record) else zipfile.ZIP_STORED
-            if content is not None:
-                archive.writestr(name, content, method)
-    return buffer.getvalue()
 
 
 def big_endian(tensor: torch.Tensor) -> bytes:

@@ -6,14 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.chunked import Box, Chunked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_map_only
 
 
@@ -60,27 +55,19 @@ class Opaque(Wrapper):
     __tensor_flatten__ = None  # type: ignore[assignment]
 
 
-class Folded(torch.Tensor):
+class Folded(Chunked):
     """A matrix that DCP's hooks describe as a vector: its chunk has other dimensions than it."""
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([0]), torch.Size([self.numel()]))]
+    @property
+    def boxes(self) -> list[Box]:  # type: ignore[override]
+        return [Box((0,), (self.numel(),))]
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, chunk.sizes),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+    @property
+    def parts(self) -> list[torch.Tensor]:  # type: ignore[override]
+        return [self.as_subclass(torch.Tensor)]
 
-    def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-    def size(self, *_: Any) -> torch.Size:  # what DCP compares with the metadata
+    @property
+    def whole_size(self) -> torch.Size:  # type: ignore[override]
         return torch.Size([self.numel()])
 
 

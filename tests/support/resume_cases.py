@@ -1,6 +1,7 @@
 """What holds for each training that saves by DCP into folders of its steps, stock or ours.
 
-A test class of a framework inherits these tests, and says what its example is called with.
+A test class of a framework inherits these tests, and says what its example is called with. Ours is
+a run with the hook, or (AdapterCases) one that uses an adapter.
 """
 
 from __future__ import annotations
@@ -32,67 +33,96 @@ def losses_after(step: int, run: Run) -> dict[str, Any]:
 
 
 class ResumeCases:
-    """Tests of one example: `SCRIPT FOLDER ARGUMENTS [--resume FOLDER/CHECKPOINT]`."""
+    """Tests of one example: `SCRIPT FOLDER ARGUMENTS [OURS] [--resume FOLDER/CHECKPOINT]`."""
 
     NAME: str
     CHECKPOINT: str  # the folder of a step, such as "step_{}"
     REFUSES_TORN: str  # in the error of a resume from a save that was killed
-    ARGUMENTS: ClassVar[tuple[object, ...]] = ()
-    PARTS = ("pytorch_model_fsdp_0", "optimizer_0")  # checkpoints of DCP in each, in their order
+    ARGUMENTS: ClassVar[tuple[object, ...]] = ()  # of both sides
+    OURS: ClassVar[tuple[object, ...]] = ()  # what makes the example use our adapter
+    HOOK = True  # of our side
+    PARTS: ClassVar[tuple[str, ...]] = ("pytorch_model_fsdp_0", "optimizer_0")  # in their order
+    RANKS: ClassVar[tuple[int, ...]] = (1, 4)  # that resume what 2 have saved
+    ON_OTHER_RANKS: ClassVar[tuple[str, ...]] = ()  # arguments of a resume on these
 
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, tmp_path_factory: pytest.TempPathFactory) -> Trained:
         framework = Framework(cls.NAME, tmp_path_factory.mktemp(cls.NAME))
         stock = framework.train("stock", *cls.ARGUMENTS, hook=False)
-        return Trained(framework, stock, framework.train("ours", *cls.ARGUMENTS))
+        ours = framework.train("ours", *cls.ARGUMENTS, *cls.OURS, hook=cls.HOOK)
+        return Trained(framework, stock, ours)
 
-    def resume(self, trained: Trained, side: str, step: int, into: Path, **options: Any) -> Run:
-        """Resumes from a step of stock's or our run; its own saves go elsewhere."""
-        start = trained.framework.folder / side / self.CHECKPOINT.format(step)
-        return trained.framework.train(into, *self.ARGUMENTS, "--resume", start, **options)
+    def resume(
+        self, trained: Trained, saver: str, loader: str, step: int, into: Path, **options: Any
+    ) -> Run:
+        """Resumes by stock or ours from a step that stock or ours has saved."""
+        start = trained.framework.folder / saver / self.CHECKPOINT.format(step)
+        is_ours = loader == "ours"
+        ours = self.OURS if is_ours else ()
+        more = self.ON_OTHER_RANKS if "ranks" in options else ()
+        arguments = (*self.ARGUMENTS, *ours, *more, "--resume", start)
+        hook = self.HOOK and is_ours
+        return trained.framework.train(into, *arguments, hook=hook, **options)
 
-    def test_training_saves_by_us_and_its_losses_stay(self, trained: Trained) -> None:
-        check_seen(trained.ours, "writer", "planners")
+    def check_seen(self, run: Run, *roles: str) -> None:
+        if self.HOOK:
+            check_seen(run, *roles)
+
+    def test_saves_are_ours_and_the_losses_stay(self, trained: Trained) -> None:
+        self.check_seen(trained.ours, "writer", "planners")
         assert trained.ours.result["losses"] == trained.stock.result["losses"]
         assert set(trained.ours.result["losses"]) == set("123456")
+        check_nothing_of_ours(trained.stock)
         for step in (2, 4, 6):
             for part in self.PARTS:
                 folder = trained.framework.folder / "ours" / self.CHECKPOINT.format(step) / part
                 check_all_ours(folder)
 
-    def test_without_the_variable_nothing_of_ours_is_loaded(self, trained: Trained) -> None:
-        check_nothing_of_ours(trained.stock)
-
     def test_killed_in_a_save_resumes_from_the_one_before(
         self, trained: Trained, tmp_path: Path
     ) -> None:
+        arguments = (*self.ARGUMENTS, *self.OURS)
         last = 2 * len(self.PARTS)  # of the save at step 4 all parts but one are committed
-        trained.framework.kill_before_commit(last, tmp_path, *self.ARGUMENTS)
-        torn, whole = (tmp_path / self.CHECKPOINT.format(step) for step in (4, 2))
-        is_committed = [(torn / part / ".metadata").exists() for part in self.PARTS]
-        assert is_committed == [True] * (len(self.PARTS) - 1) + [False]
+        trained.framework.kill_before_commit(last, tmp_path, *arguments, hook=self.HOOK)
+        whole, torn = (tmp_path / self.CHECKPOINT.format(step) for step in (2, 4))
+        is_committed = [
+            (folder / part / ".metadata").exists()
+            for folder in (whole, torn)
+            for part in self.PARTS
+        ]
+        assert is_committed == [True] * (last - 1) + [False]
         with pytest.raises(AssertionError, match=self.REFUSES_TORN):
-            trained.framework.train(tmp_path, *self.ARGUMENTS, "--resume", torn)
-        resumed = trained.framework.train(tmp_path, *self.ARGUMENTS, "--resume", whole)
-        check_seen(resumed, "reader", "writer", "planners")
+            trained.framework.train(tmp_path, *arguments, "--resume", torn, hook=self.HOOK)
+        resumed = trained.framework.train(tmp_path, *arguments, "--resume", whole, hook=self.HOOK)
+        self.check_seen(resumed, "reader", "writer", "planners")
         assert losses_after(0, resumed) == losses_after(2, trained.stock)
-        for part in self.PARTS:
-            check_all_ours(torn / part)  # saved again
+        for step in (4, 6):
+            for part in self.PARTS:
+                check_all_ours(tmp_path / self.CHECKPOINT.format(step) / part)  # saved again
 
-    @pytest.mark.parametrize("ranks", [1, 4])
-    def test_resume_on_other_ranks_equals_that_of_stock(
-        self, trained: Trained, tmp_path: Path, ranks: int
-    ) -> None:
-        stock = self.resume(trained, "stock", 4, tmp_path / "stock", ranks=ranks, hook=False)
-        ours = self.resume(trained, "ours", 4, tmp_path / "ours", ranks=ranks)
-        check_seen(ours, "reader")
-        assert set(ours.result["losses"]) == {"5", "6"}
-        assert ours.result["losses"] == stock.result["losses"]
-
-    @pytest.mark.parametrize(("side", "hook"), [("ours", False), ("stock", True)])
+    @pytest.mark.parametrize(("saver", "loader"), [("ours", "stock"), ("stock", "ours")])
     def test_each_side_resumes_what_the_other_has_saved(
-        self, trained: Trained, tmp_path: Path, side: str, hook: bool
+        self, trained: Trained, tmp_path: Path, saver: str, loader: str
     ) -> None:
-        resumed = self.resume(trained, side, 4, tmp_path, hook=hook)
+        resumed = self.resume(trained, saver, loader, 4, tmp_path)
         assert losses_after(0, resumed) == losses_after(4, trained.stock)
+
+    def test_resume_on_other_ranks_equals_that_of_stock(
+        self, trained: Trained, tmp_path: Path
+    ) -> None:
+        for ranks in self.RANKS:
+            stock, ours = (
+                self.resume(trained, side, side, 4, tmp_path / f"{side}-{ranks}", ranks=ranks)
+                for side in ("stock", "ours")
+            )
+            self.check_seen(ours, "reader")
+            assert set(ours.result["losses"]) == {"5", "6"}
+            assert ours.result["losses"] == stock.result["losses"]
+
+
+class AdapterCases(ResumeCases):
+    """Tests of an example that saves through an adapter of ours, without the hook."""
+
+    HOOK = False
+    PARTS = ("",)

@@ -156,25 +156,40 @@ def crc_of_zeros(nbytes: int) -> int:
 # thing under test is right.
 
 
+def rezipped(
+    data: bytes,
+    changes: dict[str, bytes | None] | None = None,
+    compression: int = zipfile.ZIP_STORED,
+    only: str | None = None,
+    order: list[int] | None = None,
+    folder: str = "archive",
+) -> bytes:
+    """Returns a torch.save item zipped anew, with records replaced (None: left out), added,
+    reordered or renamed; all of them or `only` one compressed.
+    """
+    source = zipfile.ZipFile(io.BytesIO(data))
+    records: dict[str, bytes | None] = {
+        name.split("/", 1)[1]: source.read(name) for name in source.namelist()
+    }
+    records.update(changes or {})
+    kept = [(name, content) for name, content in records.items() if content is not None]
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in [kept[at] for at in order or range(len(kept))]:
+            method = compression if only in (None, name) else zipfile.ZIP_STORED
+            archive.writestr(f"{folder}/{name}", content, method)
+    return buffer.getvalue()
+
+
 def rewritten(
     changes: dict[str, bytes | None] | None = None,
     compression: int = zipfile.ZIP_STORED,
-    order: list[int] | None = None,
-    folder: str = "archive",
     value: torch.Tensor | None = None,
+    **how: Any,
 ) -> bytes:
-    """Returns a stock item with records replaced (None: left out), reordered or renamed."""
-    source = zipfile.ZipFile(io.BytesIO(saved(torch.arange(6.0) if value is None else value)))
-    records = {name.split("/", 1)[1]: source.read(name) for name in source.namelist()}
-    records.update({k: v for k, v in (changes or {}).items() if v is not None})
-    for name in [k for k, v in (changes or {}).items() if v is None]:
-        del records[name]
-    names = list(records)
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as archive:
-        for index in order or range(len(names)):
-            archive.writestr(f"{folder}/{names[index]}", records[names[index]])
-    return buffer.getvalue()
+    """Returns a stock item zipped anew."""
+    whole = saved(torch.arange(6.0) if value is None else value)
+    return rezipped(whole, changes, compression, **how)
 
 
 class SparseFile(io.RawIOBase):
