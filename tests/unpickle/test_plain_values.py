@@ -1,9 +1,10 @@
-"""Python objects on the short ways: what the state gets is what stock's planner would put there."""
+"""Python objects on the short ways: C++ writes and reads what torch.save and stock's planner do."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,95 @@ def test_hook_that_was_replaced_in_torchs_class_before_the_import_is_called(
     monkeypatch.setattr(planner_hooks, "_STOCK", planner_hooks._torchs_own())  # as an import does
     assert load({"v": 0, "w": 0}, tmp_path) == {"v": 7, "w": 8}
     assert taken == ["v", "w"]
+
+
+# ---- Written in C++ ------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+scalars = st.one_of(
+    st.integers(),
+    st.integers(-(1 << 4000), 1 << 4000),
+    st.floats(allow_nan=False),
+    st.booleans(),
+    st.none(),
+    texts,
+)
+
+
+def records_of(item: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(item)) as archive:
+        assert archive.testzip() is None
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def archives(directory: Path) -> dict[str, dict[str, bytes]]:
+    """Returns the records of every item's archive, by the last part of the item's name."""
+    path = directory / data_files(directory)[0]
+    data = path.read_bytes()
+    found = {}
+    for row in read_footer(path).rows:
+        found[row.fqn] = records_of(data[row.item_offset : row.item_offset + row.item_bytes])
+    return found
+
+
+@pytest.mark.slow
+@given(st.lists(scalars, min_size=1, max_size=20))
+def test_archive_of_a_scalar_has_the_records_of_torch_save(values: list[Any]) -> None:
+    state = {f"v{i}": value for i, value in enumerate(values)}
+    with scratch() as directory:
+        save(state, directory)
+        for name, records in archives(directory).items():
+            expected = records_of(saved(state[name]))
+            expected.pop("archive/.data/serialization_id")
+            assert records == expected
+        for reader in (DcpxReader, dcp.FileSystemReader):
+            loaded = dict.fromkeys(state)
+            dcp.load(loaded, storage_reader=reader(directory), no_dist=True)
+            assert loaded == state
+            assert list(map(type, loaded.values())) == list(map(type, values))
+
+
+def test_item_is_as_long_as_its_pickle_and_the_stated_overhead(tmp_path: Path) -> None:
+    save({"step": 3}, tmp_path)
+    path = tmp_path / data_files(tmp_path)[0]
+    (row,) = read_footer(path).rows
+    pickled = archives(tmp_path)["step"]["archive/data.pkl"]
+    assert row.item_bytes == len(pickled) + _C.OBJECT_ZIP_OVERHEAD
+    assert (row.payload_offset, row.payload_bytes) == (row.item_offset, row.item_bytes)
+
+
+class Celsius(float):
+    """A subclass, which torch.save names."""
+
+
+def test_all_other_values_go_through_torch_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_table, "_MAX_CHARS", 100)
+    values = [Celsius(3.5), "x" * 101, (1, 2), b"bytes", {1, 2}]
+    state = {repr(value): value for value in values}
+    save(state, tmp_path)
+    assert all("archive/.data/serialization_id" in a for a in archives(tmp_path).values())
+    stock = dict.fromkeys(state)
+    dcp.load(stock, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert stock == state
+
+
+def test_scalars_are_written_in_windows_of_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    write = _C.WriteJob.write
+
+    class Job(_C.WriteJob):
+        def write(self, rows: Any, types: Any, **kwargs: Any) -> Any:
+            calls.append(sum(len(row.source) + _C.OBJECT_ZIP_OVERHEAD for row in rows))
+            return write(self, rows, types, **kwargs)
+
+    monkeypatch.setattr("torch_dcpx.writer.files._C.WriteJob", Job)
+    state = {f"v{i}": i for i in range(12_000)}
+    writer_options = {"per_thread_copy_ahead": 2 << 20, "thread_count": 1}
+    save(state, tmp_path, **writer_options)
+    assert len(calls) > 2
+    assert max(calls) <= 2 << 20
+    assert load(state, tmp_path) == state
