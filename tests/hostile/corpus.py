@@ -7,11 +7,10 @@ A case makes `root/ckpt`; `root/outside` is what it must not reach, and what a p
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import shutil
-import struct
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from hostile import pickles as hp
 from support.foreign import Piece, write_foreign
-from support.metadata_samples import TAIL
+from support.metadata_samples import TAIL, seal
 from support.saves import save
 from support.zip_samples import saved
+from torch.distributed.checkpoint.metadata import Metadata
+
+from torch_dcpx.metadata.file import decode_metadata, encode_metadata
+from torch_dcpx.storage.names import FileEntry
 
 STATE: dict[str, Any] = {"weight": torch.arange(3000.0), "value": [1, "two", 3.0]}
 
@@ -78,10 +81,21 @@ def sealed(
     head = head.ljust((len(head) + 7) & ~7)
     whole = bytearray(head + old[header_bytes:])
     body(whole, len(head))
-    first = data[:pickle_bytes] if stock_pickle is None else stock_pickle
-    numbers = (len(first), len(whole), len(head), zlib.crc32(whole), b"", 0)
-    tail = TAIL.pack(b"DCPXMETA", 1, zlib.crc32(first), *numbers)[:-4]
-    return first + bytes(whole) + tail + struct.pack("<I", zlib.crc32(tail))
+    return seal(data, bytes(whole), len(head), stock_pickle)
+
+
+def rewritten_ours(
+    change: Callable[[Metadata], None], change_file: Callable[[FileEntry], FileEntry], root: Path
+) -> None:
+    """Ours, with right checksums, whose metadata and file table were changed."""
+    path = ours(root) / ".metadata"
+    found = decode_metadata(path.read_bytes(), str(path))
+    metadata = dataclasses.replace(found.metadata)
+    metadata.storage_data = dict(metadata.storage_data)
+    metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
+    change(metadata)
+    files = [change_file(entry) for entry in (found.files or {}).values()]
+    path.write_bytes(encode_metadata(metadata, files, found.save_id))
 
 
 def plant_planner_pickle(root: Path, data: bytes) -> None:

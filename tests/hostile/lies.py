@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from hostile import pickles as hp
-from hostile.corpus import STATE, WEIGHT, Case, ours, saved, sealed, stock
+from hostile.corpus import STATE, WEIGHT, Case, ours, rewritten_ours, saved, sealed, stock
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 BIG = [2**31, 2**32, 2**40, 10**18, 2**62, 2**63 - 1]
@@ -58,19 +57,6 @@ def _tensor_lies() -> Iterator[tuple[str, bytes, int]]:
 
 def _rewritten(change: Callable[[Metadata], None], root: Path) -> None:
     stock(root, change=change)
-
-
-def _rewritten_ours(
-    change: Callable[[Metadata], None], change_file: Callable[[FileEntry], FileEntry], root: Path
-) -> None:
-    path = ours(root) / ".metadata"
-    found = decode_metadata(path.read_bytes(), str(path))
-    metadata = dataclasses.replace(found.metadata)
-    metadata.storage_data = dict(metadata.storage_data)
-    metadata.state_dict_metadata = dict(metadata.state_dict_metadata)
-    change(metadata)
-    files = [change_file(entry) for entry in (found.files or {}).values()]
-    path.write_bytes(encode_metadata(metadata, files, found.save_id))
 
 
 def _same(entry: FileEntry) -> FileEntry:
@@ -204,24 +190,24 @@ def cases() -> Iterator[Case]:
         yield Case("places", f"stock: {changes}", partial(_rewritten, change))
         values = list(changes.values())
         if all(type(v) is int and v >= 0 for v in values) and sum(values) < 2**62:
-            build = partial(_rewritten_ours, change, _same)
+            build = partial(rewritten_ours, change, _same)
             yield Case("places", f"ours: {changes}", build)
     yield Case("places", "stock: swapped", partial(_rewritten, _places_swapped))
-    yield Case("places", "ours: swapped", partial(_rewritten_ours, _places_swapped, _same))
+    yield Case("places", "ours: swapped", partial(rewritten_ours, _places_swapped, _same))
     for number, (size, chunks) in enumerate(SHAPES):
         change = partial(_sizes, size=size, chunks=chunks)
         # Chunks that fit, each of them the start of a longer item: stock reads it so, and so do we.
         is_valid = number == 2
         yield Case("shapes", f"stock: {number}, {size}", partial(_rewritten, change), is_valid)
         if sum(map(sum, (a for pair in chunks for a in pair))) < 2**62:
-            build = partial(_rewritten_ours, change, _same)
+            build = partial(rewritten_ours, change, _same)
             yield Case("shapes", f"ours: {number}, {size}", build, is_valid)
     for dtype in (torch.float64, torch.int8, torch.complex128):
         change = partial(_dtype, dtype=dtype)
         yield Case("shapes", f"stock: {dtype}", partial(_rewritten, change), is_valid=True)
-        yield Case("shapes", f"ours: {dtype}", partial(_rewritten_ours, change, _same), True)
+        yield Case("shapes", f"ours: {dtype}", partial(rewritten_ours, change, _same), True)
     for nbytes in (0, 1, 4096, 2**40, 2**63 - 1):
-        build = partial(_rewritten_ours, _nothing, partial(_sized, nbytes))
+        build = partial(rewritten_ours, _nothing, partial(_sized, nbytes))
         yield Case("files", f"a file of {nbytes} B", build)
     for name, header in HEADERS.items():
         yield Case("columns", name, partial(_header, header), is_valid=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from hostile.corpus import Case, ours, stock
+from hostile.corpus import Case, ours, rewritten_ours, stock
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.storage.names import FileEntry
 
 DATA = "__0_0.distcp"
@@ -46,17 +45,11 @@ def _named(layout: str, name: str, root: Path) -> None:
             metadata.storage_data[index] = dataclasses.replace(info, relative_path=name)
 
     if layout == "stock":
-        ckpt = stock(root, change=change)
+        stock(root, change=change)
     else:
-        ckpt = ours(root)
-        path = ckpt / ".metadata"
-        found = decode_metadata(path.read_bytes(), str(path))
-        found.metadata.storage_data = dict(found.metadata.storage_data)
-        change(found.metadata)
-        files = [FileEntry(name, *entry[1:]) for entry in (found.files or {}).values()]
-        path.write_bytes(encode_metadata(found.metadata, files, found.save_id))
-    (ckpt / "sub").mkdir()
-    (ckpt / "linked").symlink_to(root / "outside")
+        rewritten_ours(change, lambda entry: FileEntry(name, *entry[1:]), root)
+    (root / "ckpt" / "sub").mkdir()
+    (root / "ckpt" / "linked").symlink_to(root / "outside")
 
 
 # ---- Something else in place of a file ----------------------------------------------------------

@@ -8,25 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.async_saves import gated
+
 import torch_dcpx
 
 
 @contextmanager
 def under_way(path: Path, state: Any) -> Iterator[None]:
     """Saves in a thread that stays in the middle while the block runs."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def hold(_done: int, _total: int) -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    options = torch_dcpx.WriteOptions(progress=hold)
+    gate, options = gated()
     arguments: dict[str, Any] = {"no_dist": True, "options": options}
     saving = threading.Thread(target=torch_dcpx.save, args=(state, path), kwargs=arguments)
     saving.start()
     try:
-        assert begun.wait(60)
+        assert gate.reached.wait(60)
         yield
     finally:
-        go_on.set()
+        gate.open()
         saving.join()

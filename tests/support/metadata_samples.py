@@ -99,10 +99,10 @@ def many(tensors: int, chunks: int) -> bytes:
 # ---- Forged files: their checksums are right ---------------------------------------------------
 
 
-def seal(data: bytes, body: bytes, header_bytes: int) -> bytes:
-    """`data` with another body and all checksums right."""
-    pickle_bytes = TAIL.unpack(data[-64:])[3]
-    stock = data[:pickle_bytes]
+def seal(data: bytes, body: bytes, header_bytes: int, stock: bytes | None = None) -> bytes:
+    """`data` with another body (and pickle, unless None) and all checksums right."""
+    if stock is None:
+        stock = data[: TAIL.unpack(data[-64:])[3]]
     fields = (len(stock), len(body), header_bytes, zlib.crc32(body), b"", 0)
     tail = TAIL.pack(b"DCPXMETA", 1, zlib.crc32(stock), *fields)[:-4]
     return stock + body + tail + struct.pack("<I", zlib.crc32(tail))
