@@ -83,8 +83,11 @@ def python_edits(source: str) -> Iterator[Edit]:
             new = "or" if isinstance(node.op, ast.And) else "and"
             yield between(node.values[0], node.values[1], new, "boolean")
         elif isinstance(node, ast.BinOp) and type(node.op) in _CALCULATED:
-            if not any(isinstance(side, (ast.Constant, ast.JoinedStr)) and not isinstance(
-                getattr(side, "value", ""), (int, float)) for side in (node.left, node.right)):
+            if not any(
+                isinstance(side, (ast.Constant, ast.JoinedStr))
+                and not isinstance(getattr(side, "value", ""), (int, float))
+                for side in (node.left, node.right)
+            ):
                 yield between(node.left, node.right, _CALCULATED[type(node.op)], "arithmetic")
         elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
             begin, end = span(node.test)
