@@ -1,305 +1,26 @@
-"""A small, fast S3 server: what a client costs is not hidden behind what the server costs.
+"""The S3 server of tests for benches: it drops data, waits before it answers, and counts.
 
-    python tests/bench/object_server.py --mode drop --latency-ms 20 --core 1
-
-    with ObjectServer(mode="keep", core=1) as server:
-        ...  # a client of server.endpoint: any bucket, any key, any credentials
-        server.stats()["requests"]["UploadPart"]
-
-Each connection has a thread. `keep` holds what it gets in memory. `drop` receives all bodies of
-data objects (`*.distcp`) into one block, and serves that block's bytes, whatever they are by then,
-at the right length. It knows PUT, GET, HEAD, DELETE and COPY of objects, multipart uploads,
-ListObjectsV2 and DeleteObjects, with their conditions and ranges. It checks no signature and no
-checksum, asks no least size of a part, and its ETags are not MD5 sums.
-
-GET /__stats__ tells requests by kind, bytes, and the server's own CPU seconds since the last POST
-/__reset__ (`?latency_ms=20` sets the delay, `?empty=1` removes objects and uploads). Neither is
-counted or delayed.
+with ObjectServer(mode="keep", core=1) as server:
+    ...  # a client of server.endpoint: any bucket, any key, any credentials
+    server.stats()["requests"]["UploadPart"]
 """
 
 from __future__ import annotations
 
-import argparse
-import collections
-import http.client
-import io
 import json
-import os
-import socket
-import subprocess
 import sys
-import threading
-import time
-import urllib.parse
-from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from object_bucket import BLOCK_BYTES, Answer, Blocks, Body, Bucket, Refusal, Request, kind_of
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-DATA_SUFFIX = ".distcp"
-VIEWS_AT_ONCE = 256  # of one sendmsg; the kernel takes 1024
-HEAD_BYTES = 1 << 16
+from support import object_server
+from support.s3_bucket import BLOCK_BYTES, GROWTH_BYTES
 
-
-# ---- The server's process -----------------------------------------------------------------------
+__all__ = ["BLOCK_BYTES", "GROWTH_BYTES", "ObjectServer"]
 
 
-class Counts:
-    """What was asked since the last reset. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.reset()
-
-    def reset(self) -> None:
-        with self._lock:
-            self._requests: collections.Counter[str] = collections.Counter()
-            self._refused: collections.Counter[str] = collections.Counter()
-            self._received = self._sent = 0
-            self._began = time.perf_counter(), time.process_time()
-
-    def add(self, kind: str, received: int, sent: int, status: int) -> None:
-        with self._lock:
-            self._requests[kind] += 1
-            self._received += received
-            self._sent += sent
-            if status >= 300:
-                self._refused[str(status)] += 1
-
-    def read(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "requests": dict(self._requests),
-                "refused": dict(self._refused),
-                "bytes_received": self._received,
-                "bytes_sent": self._sent,
-                "wall_s": time.perf_counter() - self._began[0],
-                "cpu_s": time.process_time() - self._began[1],
-            }
-
-
-class State:
-    """What all connections share."""
-
-    def __init__(self, mode: str, latency_s: float, memory_bytes: int) -> None:
-        self.mode, self.latency_s = mode, latency_s
-        self.blocks, self.bucket, self.counts = Blocks(memory_bytes), Bucket(), Counts()
-        self.connections = 0
-
-    def control(self, path: str, query: dict[str, str]) -> Answer:
-        """Answers /__stats__ and /__reset__."""
-        if path == "/__reset__":
-            if "latency_ms" in query:
-                self.latency_s = float(query["latency_ms"]) / 1000
-            if query.get("empty", "0") != "0":
-                self.bucket = Bucket()
-            self.counts.reset()
-        found = {
-            **self.counts.read(),
-            "mode": self.mode,
-            "latency_ms": self.latency_s * 1000,
-            "objects": len(self.bucket.objects),
-            "open_uploads": len(self.bucket.uploads),
-            "connections": self.connections,
-            "memory_bytes": self.blocks.nbytes,
-        }
-        data = memoryview(json.dumps(found).encode())
-        return Answer(200, {"Content-Type": "application/json"}, [data])
-
-
-class Connection:
-    """One client's connection: requests in, answers out, one after the other."""
-
-    def __init__(self, sock: socket.socket, state: State) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._state = sock, state
-        self._buffer = bytearray(HEAD_BYTES)
-        self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # what of the buffer is not yet used
-
-    def serve(self) -> None:
-        self._state.connections += 1
-        try:
-            while self._serve_one():
-                pass
-        except ConnectionError:
-            pass  # the client is gone
-        finally:
-            self._state.connections -= 1
-            self._sock.close()
-
-    def _serve_one(self) -> bool:
-        """Returns whether the connection stays open."""
-        head = self._read_head()
-        if head is None:
-            return False
-        first, *lines = head.decode("latin-1").split("\r\n")
-        method, target, _ = first.split(" ")
-        headers = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        path, _, text = target.partition("?")
-        query = dict(urllib.parse.parse_qsl(text, keep_blank_values=True)) if text else {}
-        if headers.get("expect", "").lower() == "100-continue":
-            self._sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        is_dropped = self._state.mode == "drop" and method == "PUT" and path.endswith(DATA_SUFFIX)
-        body = self._read_body(headers, is_dropped)
-        if path in ("/__stats__", "/__reset__"):
-            self._send(self._state.control(path, query))
-            return True
-        bucket, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")
-        kind = kind_of(method, key, query, headers)
-        try:
-            answer = self._state.bucket.answer(
-                kind, Request(method, bucket, key, query, headers, body)
-            )
-        except Refusal as error:
-            text = f"<Code>{error.code}</Code><Message>{error.code} {path}</Message>"
-            answer = Answer.xml("Error", text, error.status)
-        sent = sum(map(len, answer.views))
-        self._state.counts.add(kind, body.nbytes, sent, answer.status)
-        if self._state.latency_s:
-            time.sleep(self._state.latency_s)
-        self._send(answer if method != "HEAD" else answer._replace(views=()))
-        return headers.get("connection", "").lower() != "close"
-
-    def _read_head(self) -> bytes | None:
-        """Returns a request's line and headers; None where the client has closed."""
-        while True:
-            found = self._buffer.find(b"\r\n\r\n", self._start, self._end)
-            if found >= 0:
-                head = bytes(self._view[self._start : found])
-                self._start = found + 4
-                return head
-            if not self._fill():
-                return None
-
-    def _fill(self) -> int:
-        """Receives more into the buffer, once what it holds has moved to its front."""
-        if self._start:
-            held = self._end - self._start
-            self._view[:held] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, held
-        if self._end == HEAD_BYTES:
-            raise ConnectionError("a head or a line is longer than the buffer")
-        received = self._sock.recv_into(self._view[self._end :])
-        self._end += received
-        return received
-
-    def _read_into(self, view: memoryview) -> None:
-        held = min(self._end - self._start, len(view))
-        if held:
-            view[:held] = self._view[self._start : self._start + held]
-            self._start += held
-        while held < len(view):
-            received = self._sock.recv_into(view[held:], 0, socket.MSG_WAITALL)
-            if not received:
-                raise ConnectionError("closed within a body")
-            held += received
-
-    def _read_line(self) -> bytes:
-        while (found := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
-            if not self._fill():
-                raise ConnectionError("closed within a body")
-        line = bytes(self._view[self._start : found])
-        self._start = found + 2
-        return line
-
-    def _read_body(self, headers: dict[str, str], is_dropped: bool) -> Body:
-        is_aws_chunked = headers.get("x-amz-content-sha256", "").startswith("STREAMING-")
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            data = self._read_chunks()
-        elif not is_aws_chunked:
-            return self._read_plain(int(headers.get("content-length", 0)), is_dropped)
-        else:
-            data = bytes(self._read_plain(int(headers["content-length"]), False))
-        if is_aws_chunked:
-            data = decode_chunks(data)
-        return Body([memoryview(data)])
-
-    def _read_plain(self, nbytes: int, is_dropped: bool) -> Body:
-        blocks = self._state.blocks
-        whole, rest = divmod(nbytes, BLOCK_BYTES)
-        views = [blocks.shared if is_dropped else blocks.take() for _ in range(whole)]
-        if rest:
-            views.append(blocks.shared[:rest] if is_dropped else memoryview(bytearray(rest)))
-        body = Body(views, None if is_dropped else blocks)  # from here on it gives them back
-        for view in views:
-            self._read_into(view)
-        return body
-
-    def _read_chunks(self) -> bytes:
-        """Returns a body of HTTP's own chunks."""
-        data = bytearray()
-        while nbytes := int(self._read_line().partition(b";")[0], 16):
-            data += bytes(self._read_plain(nbytes, False))
-            self._read_line()
-        while self._read_line():
-            pass  # trailers
-        return bytes(data)
-
-    def _send(self, answer: Answer) -> None:
-        nbytes = sum(map(len, answer.views)) if answer.nbytes is None else answer.nbytes
-        lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in answer.headers.items()]
-        if answer.status not in (204, 304):
-            lines.append(f"Content-Length: {nbytes}")
-        head = memoryview("\r\n".join([*lines, "", ""]).encode("latin-1"))
-        views = [head, *answer.views]
-        for at in range(0, len(views), VIEWS_AT_ONCE):
-            some = views[at : at + VIEWS_AT_ONCE]
-            sent = self._sock.sendmsg(some)
-            for view in some:  # a signal may cut a send short
-                if sent < len(view):
-                    self._sock.sendall(view[sent:])
-                sent = max(0, sent - len(view))
-
-
-def decode_chunks(data: bytes) -> bytes:
-    """Returns the content of an aws-chunked body, without signatures and trailers."""
-    source, found = io.BytesIO(data), bytearray()
-    while nbytes := int(source.readline().partition(b";")[0], 16):
-        found += source.read(nbytes)
-        source.readline()
-    return bytes(found)
-
-
-def wait_for_end() -> None:
-    """Ends the process when whoever started it is gone."""
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mode", choices=("keep", "drop"), default="keep")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="before each answer")
-    parser.add_argument("--memory-mib", type=int, default=0, help="touched before the first PUT")
-    parser.add_argument("--core", type=int, help="the core to stay on (default: any)")
-    parser.add_argument("--port", type=int, default=0, help="(default: a free one, printed)")
-    parser.add_argument("--until-eof", action="store_true", help="end when stdin closes")
-    args = parser.parse_args()
-    if args.core is not None:
-        os.sched_setaffinity(0, {args.core})
-    state = State(args.mode, args.latency_ms / 1000, args.memory_mib << 20)
-    listener = socket.create_server(("127.0.0.1", args.port), backlog=1024)
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-    if args.until_eof:
-        threading.Thread(target=wait_for_end, daemon=True).start()
-    while True:
-        sock, _ = listener.accept()
-        threading.Thread(target=Connection(sock, state).serve, daemon=True).start()
-
-
-# ---- Its client's side --------------------------------------------------------------------------
-
-
-class ObjectServer:
+class ObjectServer(object_server.ObjectServer):
     """A server in a process of its own, from `with` to its end."""
 
     def __init__(
@@ -313,45 +34,29 @@ class ObjectServer:
         """Starts it.
 
         Args:
-            mode: `keep` or `drop` (see the head of this file).
+            mode: `keep` or `drop` (s3_server.py).
             latency_ms: delay before each answer.
             core: the core that the server stays on. None: any.
             memory_mib: memory for bodies that is touched at once. More is taken as it is needed.
         """
-        command = [
-            sys.executable, str(Path(__file__).resolve()), "--mode", mode, "--until-eof",
-            "--latency-ms", str(latency_ms), "--memory-mib", str(memory_mib),
-        ]  # fmt: skip
-        command += [] if core is None else ["--core", str(core)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self._process.stdout is not None
-        self.endpoint = self._process.stdout.readline().strip()
-        if not self.endpoint:
-            raise RuntimeError(f"start the object server: it ended with {self._process.wait()}")
+        options = ["--mode", mode, "--memory-mib", str(memory_mib)]
+        options += ["--latency-ms", str(latency_ms)]
+        super().__init__(options=options if core is None else [*options, "--core", str(core)])
+        self.endpoint = self.url
+        self.reset()
 
     def __enter__(self) -> ObjectServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.communicate()
-        self._process.wait()
 
     def stats(self) -> dict[str, Any]:
         """Returns what was asked since the last reset: `requests` by kind, bytes, `cpu_s`."""
-        return self._ask("GET", "/__stats__")
+        found: dict[str, Any] = json.loads(self.ask("GET", "/__stats__"))
+        return found
 
-    def reset(self, *, latency_ms: float | None = None, is_empty: bool = False) -> dict[str, Any]:
+    def reset(self, *, latency_ms: float | None = None, is_empty: bool = False) -> None:
         """Sets the counts to 0.
 
         Args:
@@ -359,17 +64,4 @@ class ObjectServer:
             is_empty: removes all objects and uploads.
         """
         delay = "" if latency_ms is None else f"&latency_ms={latency_ms}"
-        return self._ask("POST", f"/__reset__?empty={int(is_empty)}{delay}")
-
-    def _ask(self, method: str, path: str) -> dict[str, Any]:
-        connection = http.client.HTTPConnection(self.endpoint.removeprefix("http://"), timeout=60)
-        try:
-            connection.request(method, path)
-            found: dict[str, Any] = json.loads(connection.getresponse().read())
-            return found
-        finally:
-            connection.close()
-
-
-if __name__ == "__main__":
-    main()
+        self.ask("POST", f"/__reset__?empty={int(is_empty)}{delay}")

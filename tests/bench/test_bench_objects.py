@@ -15,9 +15,8 @@ import pytest
 
 obstore = pytest.importorskip("obstore")
 
-from object_bucket import BLOCK_BYTES, GROWTH_BYTES  # noqa: E402
 from object_probe import make_store  # noqa: E402
-from object_server import ObjectServer  # noqa: E402
+from object_server import BLOCK_BYTES, GROWTH_BYTES, ObjectServer  # noqa: E402
 from obstore.exceptions import AlreadyExistsError, PreconditionError  # noqa: E402
 from support.warm import warm_parent  # noqa: E402
 

@@ -36,15 +36,14 @@ def test_helper_calls_put_find_read_and_delete(
     assert object_server.keys(object_prefix) == [f"{key}/b/c"]
 
 
-def test_helper_calls_find_keys_beyond_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
-    server = ObjectServer()
-    try:
-        for number in range(5):
-            server.put(f"key{number}", b"")
-        assert server.keys() == [f"key{number}" for number in range(5)]
-    finally:
-        server.close()
+def test_helper_calls_find_keys_beyond_one_page(
+    object_server: ObjectServer, object_prefix: str
+) -> None:
+    names = [f"{object_prefix}/key{number:04}" for number in range(1003)]
+    for name in names:
+        object_server.put(name, b"")
+    found = [f"{object_server.root}/{key}" for key in object_server.keys(object_prefix)]
+    assert found == names
 
 
 def test_threads_that_create_one_key_have_one_winner(
@@ -85,7 +84,7 @@ def test_body_that_ends_early_is_not_stored(
             answer = client.recv(1000)
         except ConnectionResetError:
             answer = b""
-    assert (not answer) if is_proxied else answer.startswith(b"HTTP/1.1 400")
+    assert not answer or (not is_proxied and answer.startswith(b"HTTP/1.1 400"))
     assert not object_server.keys(object_prefix)
 
 

@@ -35,6 +35,7 @@ class AzureServer(ObjectServer):
     """As `ObjectServer`, for `az://container/key`."""
 
     scheme: ClassVar[str] = "az"
+    keeps_connections: ClassVar[bool] = False
     has_aborts: ClassVar[bool] = False  # Azure removes what was not committed after a week
     looks: ClassVar[int] = 2
     begins_upload: ClassVar[str] = "upload_part"

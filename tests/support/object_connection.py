@@ -86,6 +86,7 @@ class Connection:
             return end
         if how == "partial_list":
             target = with_one_key(target)
+        is_kept = False
         try:
             answer = self._forward(method, target, headers, body)
             self._proxy.note(record, status=answer.status)
@@ -93,9 +94,12 @@ class Connection:
             if how == "done_500":
                 self._refuse("500", method, record)
                 return end
-            return self._relay(answer, how, record) or end
+            end = self._relay(answer, how, record) or end
+            is_kept = self._proxy.server.keeps_connections
+            return end
         finally:
-            self._upstream.close()
+            if not is_kept:
+                self._upstream.close()
 
     def _body(self, length: int, record: Record) -> Iterator[bytes]:
         """Gives the client's body in blocks. Raises ConnectionError: it has gone."""

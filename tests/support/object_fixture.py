@@ -1,11 +1,12 @@
-"""Fixtures of tests of object stores: two servers a session, a fresh URL and a proxy a test.
+"""Fixtures of tests of object stores: servers of the session, a fresh URL and a proxy a test.
 
 def test_it(object_prefix, object_server):  # s3://checkpoints/<random>: ready to use by name
 def test_it(object_prefix, object_proxy):   # the same, every request through the proxy
 def test_it(object_prefix, object_endpoint): # the same, by an address that no variable has
 
-Each such test runs on S3, and in `make test-azure` on Azure as well, unless it is `s3_alone`. Of
-these on Azure `make test-all` has a tenth: its server takes minutes for them all.
+Each such test runs on S3 (s3_server.py), and unless it is `s3_alone`, in `make test-azure` on Azure
+as well. `make test-all` has a tenth of these on Azure, and a tenth on moto, which others wrote:
+their servers take minutes for all.
 """
 
 from __future__ import annotations
@@ -43,31 +44,40 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("DCPX_AZURE"):
-        return
-    left = [one for one in items if _is_on_azure(one) and zlib.crc32(one.nodeid.encode()) % 10]
+    sampled = {"moto"} if os.environ.get("DCPX_AZURE") else {"moto", "az"}
+    left = [
+        one for one in items if _server(one) in sampled and zlib.crc32(one.nodeid.encode()) % 10
+    ]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [one for one in items if one not in left]
 
 
-def _is_on_azure(item: pytest.Item) -> bool:
+def _server(item: pytest.Item) -> str:
     call = getattr(item, "callspec", None)
-    return call is not None and call.params.get("object_server") == "az"
+    return call.params.get("object_server", "") if call is not None else ""
 
 
 # Without Azurite there are no tests on it, and the header of a run says so.
-_AZURE = [] if azure_missing() else [pytest.param("az", marks=pytest.mark.slow)]
+_OTHERS = ["moto"] if azure_missing() else ["moto", "az"]
 s3_alone = pytest.mark.parametrize("object_server", ["s3"], indirect=True)
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[ObjectServer]:
     """An S3 server of this session, in a process of its own."""
-    pytest.importorskip("moto.moto_server.werkzeug_app", exc_type=ImportError)
     from support.object_server import ObjectServer
 
     yield from _used(ObjectServer)
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[ObjectServer]:
+    """moto of this session, in a process of its own."""
+    pytest.importorskip("moto.moto_server.werkzeug_app", exc_type=ImportError)
+    from support.moto_server import MotoServer
+
+    yield from _used(MotoServer)
 
 
 @pytest.fixture(scope="session")
@@ -96,12 +106,11 @@ def _used(kind: type[ObjectServer]) -> Iterator[ObjectServer]:
     server.close()
 
 
-@pytest.fixture(params=["s3", *_AZURE])
+@pytest.fixture(params=["s3", *(pytest.param(one, marks=pytest.mark.slow) for one in _OTHERS)])
 def object_server(request: pytest.FixtureRequest) -> ObjectServer:
     """The server of the store that the test runs on."""
-    server: ObjectServer = request.getfixturevalue(
-        {"s3": "s3_server", "az": "azure_server"}[request.param]
-    )
+    fixtures = {"s3": "s3_server", "moto": "moto_server", "az": "azure_server"}
+    server: ObjectServer = request.getfixturevalue(fixtures[request.param])
     return server
 
 

@@ -1,38 +1,27 @@
-"""An S3 server on this machine for tests: moto in a process of its own, one bucket, helper calls.
-
-moto alone checks `If-None-Match` and stores the object in two steps, so that two of its threads
-could both create one key. As S3 does, this server does one request after the other. It reads a
-request's body before that, and refuses one that its client did not send to the end.
+"""An S3 server on this machine for tests: a process of its own, one bucket, helper calls.
 
 The helper calls use no client of S3 but plain HTTP: they share no thread, no connection and no
 mistake with what is tested, and pass by every proxy.
-
-    python object_server.py    prints its port; serves until its stdin is closed
 """
 
 from __future__ import annotations
 
 import http.client
-import io
-import logging
 import os
 import re
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import urllib.parse
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from support import s3_server
+from support.machine import seconds
 
 BUCKET = "checkpoints"
-# moto wants to be told who asks, and does not check it.
-_SIGNED = (
-    "AWS4-HMAC-SHA256 Credential=tests/20260101/us-east-1/s3/aws4_request, "
-    "SignedHeaders=host, Signature=0"
-)
 
 
 class Upload(NamedTuple):
@@ -50,25 +39,28 @@ class ObjectServer:
     """
 
     scheme: ClassVar[str] = "s3"
+    keeps_connections: ClassVar[bool] = True  # also idle ones
     has_aborts: ClassVar[bool] = True  # an upload that failed can be ended
     looks: ClassVar[int] = 1  # requests for the end of an object
     begins_upload: ClassVar[str] = "create_upload"  # the first request of an upload by parts
 
-    def __init__(self, bucket: str = BUCKET) -> None:
-        """Starts the process, waits until it answers, creates the bucket."""
-        from support.machine import seconds  # here: the process below starts without `support`
-
+    def __init__(self, bucket: str = BUCKET, options: Sequence[str] = ("--strict",)) -> None:
+        """Starts the process with these options, waits until it answers, creates the bucket."""
+        self._options = options
         self.bucket, self._deadline_s = bucket, seconds(120)  # of its start, and of an answer
+        self._guard, self.host, self.port = threading.Lock(), "127.0.0.1", 0
+        self._client = http.client.HTTPConnection(self.host, timeout=self._deadline_s)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  # close() does
         self._process = subprocess.Popen(
             self._command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            cwd=s3_server.TESTS,
             env={**os.environ, **self._variables()},
         )
         try:
-            self.host, self.port = "127.0.0.1", self._read_port()
+            self.port = self._client.port = self._read_port()
             self._ask("PUT", "")
         except BaseException:
             self.close()
@@ -155,19 +147,20 @@ class ObjectServer:
 
     def close(self) -> None:
         self.kill()
+        self._client.close()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             assert stream is not None
             stream.close()
 
     def _command(self) -> list[str]:
-        return [sys.executable, __file__]
+        return [*s3_server.COMMAND, *self._options, "--until-eof"]
 
     def _variables(self) -> dict[str, str]:
         return {}
 
     def headers(self) -> dict[str, str]:
         """Returns those of a helper call."""
-        return {"Authorization": _SIGNED}
+        return {}
 
     def target(self, key: str, query: dict[str, str] | None = None) -> str:
         """Returns the path and query of a helper call."""
@@ -178,7 +171,7 @@ class ObjectServer:
         assert self._process.stdout is not None
         if select.select([self._process.stdout], [], [], self._deadline_s)[0]:
             for line in self._process.stdout:
-                if found := re.fullmatch(rb"(?:.* on http:.*:)?(\d+)\n", line):
+                if found := re.fullmatch(rb"(?:.*http:.*:)?(\d+)\n", line):
                     return int(found[1])
         self._errors.seek(0)
         raise RuntimeError(f"no server within {self._deadline_s:.0f} s:\n{self._errors.read()}")
@@ -189,65 +182,23 @@ class ObjectServer:
     def _ask(
         self, method: str, key: str, query: dict[str, str] | None = None, body: bytes = b""
     ) -> bytes:
-        target = self.target(key, query)
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=self._deadline_s)
-        try:
-            headers = {"Content-Length": str(len(body)), **self.headers()}
-            connection.request(method, target, body or None, headers)
-            answer = connection.getresponse()
-            data = answer.read()
-        finally:
-            connection.close()
+        return self.ask(method, self.target(key, query), body)
+
+    def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
+        """Sends a request; returns the answer's body. Raises KeyError: there is no such object."""
+        headers = {"Content-Length": str(len(body)), **self.headers()}
+        with self._guard:
+            is_whole = False
+            try:
+                self._client.request(method, target, body or None, headers)
+                answer = self._client.getresponse()
+                data = answer.read()
+                is_whole = True
+            finally:
+                if not (is_whole and self.keeps_connections):
+                    self._client.close()
         if answer.status == 404:
-            raise KeyError(key)
+            raise KeyError(target)
         if answer.status >= 300:
             raise RuntimeError(f"{method} {target}: {answer.status} {data!r}")
         return data
-
-
-# ---- In the server's process --------------------------------------------------------------------
-
-
-class _OneByOne:
-    """A WSGI application that gives another its requests one by one, each with its whole body."""
-
-    def __init__(self, application: Any) -> None:
-        self._application = application
-        self._lock = threading.Lock()
-
-    def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
-        length = int(environ.get("CONTENT_LENGTH") or 0)
-        body = environ["wsgi.input"].read(length)
-        if len(body) < length:
-            start("400 Bad Request", [("Content-Length", "0")])
-            return []
-        environ["wsgi.input"] = io.BytesIO(body)
-        with self._lock:
-            answer = self._application(environ, start)
-            try:
-                return list(answer)
-            finally:
-                getattr(answer, "close", lambda: None)()
-
-
-def _serve() -> None:
-    from moto.moto_server.werkzeug_app import (
-        DomainDispatcherApplication,
-        MotoRequestHandler,
-        create_backend_app,
-    )
-    from werkzeug.serving import make_server
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else a line a request
-    application = _OneByOne(DomainDispatcherApplication(create_backend_app))
-    server = make_server(
-        "127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    print(server.server_address[1], flush=True)
-    sys.stdin.read()  # until the tests have ended, also where they were killed
-
-
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder
-    _serve()

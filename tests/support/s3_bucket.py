@@ -1,4 +1,4 @@
-"""What the S3 server of the benches stores and answers, without a socket: bodies, objects, lists.
+"""What the S3 server of tests stores and answers, without a socket: bodies, objects, lists.
 
 Bodies are views of 1 MiB blocks of touched memory. A dropped body is views of one shared block, as
 many as its length asks for: it was received into that block, and is served from it.
@@ -21,6 +21,7 @@ from xml.sax.saxutils import escape, unescape
 
 BLOCK_BYTES = 1 << 20
 GROWTH_BYTES = 16 << 20
+LEAST_PART_BYTES = 5 << 20
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a fault
@@ -142,7 +143,8 @@ def kind_of(method: str, key: str, query: dict[str, str], headers: dict[str, str
     """Returns the name that S3 has for a request."""
     if not key:
         if method == "GET":
-            return "GetBucketLocation" if "location" in query else "ListObjectsV2"
+            kinds = {"location": "GetBucketLocation", "uploads": "ListMultipartUploads"}
+            return next((kinds[name] for name in kinds if name in query), "ListObjectsV2")
         names = {"PUT": "CreateBucket", "HEAD": "HeadBucket", "POST": "DeleteObjects"}
         return names.get(method, "DeleteBucket")
     if method == "POST":
@@ -154,19 +156,30 @@ def kind_of(method: str, key: str, query: dict[str, str], headers: dict[str, str
     return f"{method.title()}Object"
 
 
+class Upload(NamedTuple):
+    name: str  # bucket/key
+    parts: dict[int, Stored]  # by number
+
+
 class Bucket:
     """All objects and unfinished uploads. Thread-safe; a method for each kind of request."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._made: set[str] = set()  # buckets
         self.objects: dict[str, Stored] = {}  # bucket/key
-        self.uploads: dict[str, dict[int, Stored]] = {}  # id -> part number -> part
+        self.uploads: dict[str, Upload] = {}  # by id
 
     def answer(self, kind: str, request: Request) -> Answer:
         method: Callable[[Request], Answer] | None = getattr(self, kind, None)
         if method is None:
             raise Refusal(501, "NotImplemented")
+        if kind == "CreateBucket":
+            self._made.add(request.bucket)
+        elif self.is_strict and request.bucket not in self._made:
+            raise Refusal(404, "NoSuchBucket")
         return method(request)
 
     def _new(self, body: Body) -> Stored:
@@ -177,6 +190,8 @@ class Bucket:
         name, wanted = f"{request.bucket}/{request.key}", request.headers.get("if-match")
         with self._lock:
             old = self.objects.get(name)
+            if self.is_strict and request.headers.get("if-none-match", "*") != "*":
+                raise Refusal(501, "NotImplemented")
             if old is not None and "if-none-match" in request.headers:
                 raise Refusal(412, "PreconditionFailed")
             if wanted is not None and old is None:
@@ -186,11 +201,11 @@ class Bucket:
             new = self.objects[name] = self._new(body)
         return new
 
-    def _upload(self, request: Request) -> dict[int, Stored]:
-        try:
-            return self.uploads[request.query["uploadId"]]
-        except KeyError:
-            raise Refusal(404, "NoSuchUpload") from None
+    def _parts(self, request: Request) -> dict[int, Stored]:
+        found = self.uploads.get(request.query["uploadId"])
+        if found is None or found.name != f"{request.bucket}/{request.key}":
+            raise Refusal(404, "NoSuchUpload")
+        return found.parts
 
     def _object(self, name: str) -> Stored:
         try:
@@ -209,23 +224,31 @@ class Bucket:
 
     def CreateMultipartUpload(self, request: Request) -> Answer:
         upload = f"upload-{next(self._numbers)}"
-        self.uploads[upload] = {}
+        self.uploads[upload] = Upload(f"{request.bucket}/{request.key}", {})
         where = f"<Bucket>{request.bucket}</Bucket><Key>{escape(request.key)}</Key>"
         return Answer.xml("InitiateMultipartUploadResult", f"{where}<UploadId>{upload}</UploadId>")
 
     def UploadPart(self, request: Request) -> Answer:
         part = self._new(request.body)
-        self._upload(request)[int(request.query["partNumber"])] = part
+        self._parts(request)[int(request.query["partNumber"])] = part
         return Answer(200, {"ETag": part.etag})
 
     def CompleteMultipartUpload(self, request: Request) -> Answer:
-        parts, chosen = self._upload(request), []
+        parts, chosen, last = self._parts(request), [], 0
         for text in re.findall(r"<Part>(.*?)</Part>", bytes(request.body).decode(), re.DOTALL):
             number, etag = element(text, "PartNumber"), element(text, "ETag")
             part = parts.get(int(number))
             if part is None or part.etag.strip('"') != etag.strip('"'):
                 raise Refusal(400, "InvalidPart")
+            if int(number) <= last:
+                raise Refusal(400, "InvalidPartOrder")
+            last = int(number)
             chosen.append(part.body)
+        least = LEAST_PART_BYTES if self.is_strict else 0
+        if not chosen:
+            raise Refusal(400, "MalformedXML")
+        if any(body.nbytes < least for body in chosen[:-1]):
+            raise Refusal(400, "EntityTooSmall")
         body = Body([view for part in chosen for view in part.views], keeps=chosen)
         new = self._put(request, body)
         self.uploads.pop(request.query["uploadId"], None)
@@ -233,7 +256,7 @@ class Bucket:
         return Answer.xml("CompleteMultipartUploadResult", f"{where}<ETag>{new.etag}</ETag>")
 
     def AbortMultipartUpload(self, request: Request) -> Answer:
-        self._upload(request)
+        self._parts(request)
         self.uploads.pop(request.query["uploadId"], None)
         return Answer(204)
 
@@ -306,6 +329,16 @@ class Bucket:
                     f"{iso(found.seconds)}</LastModified><Size>{found.body.nbytes}</Size></Contents>"
                 )
         return Answer.xml("ListBucketResult", text)
+
+    def ListMultipartUploads(self, request: Request) -> Answer:
+        """Lists all of a prefix in one page."""
+        prefix = f"{request.bucket}/{request.query.get('prefix', '')}"
+        text = f"<Bucket>{request.bucket}</Bucket><IsTruncated>false</IsTruncated>"
+        for upload, (name, _) in sorted(self.uploads.items()):
+            if name.startswith(prefix):
+                key = escape(name.partition("/")[2])
+                text += f"<Upload><Key>{key}</Key><UploadId>{upload}</UploadId></Upload>"
+        return Answer.xml("ListMultipartUploadsResult", text)
 
     def GetBucketLocation(self, request: Request) -> Answer:
         return Answer.xml("LocationConstraint", "")
