@@ -59,6 +59,7 @@ pytest_plugins = [
     "support.build_fixture",
     "support.page_fixture",
     "support.fuse_fixture",
+    "support.place_fixture",
     "support.rank_fixture",
     "support.under_way",
     "support.warm_commands",

@@ -68,8 +68,3 @@ def is_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor
     return found.keys() == wanted.keys() and all(
         torch.equal(found[name], tensor) for name, tensor in wanted.items()
     )
-
-
-def names_at(server: ObjectServer, url: str) -> set[str]:
-    """Returns the names of all objects beneath a URL."""
-    return {key.rpartition("/")[2] for key in server.keys(f"{url}/")}

@@ -1,7 +1,7 @@
 """What a store holds after a save that met a fault: the previous checkpoint, the new one, or none.
 
 A test records a checkpoint's objects once, puts them back before each point of a sweep, and asks
-`found` afterwards. The answers come from the server itself, past every proxy.
+`Store.found` afterwards. The answers come from the server itself, past every proxy.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from torch_dcpx.manager import store_root
 from torch_dcpx.metadata.file import decode_file_names
 from torch_dcpx.storage import object_place, object_store, object_uploads
 from torch_dcpx.storage.object_store import Bucket
+from torch_dcpx.storage.object_url import ObjectUrl, location_of
 
 MIB = 1 << 20
 LOST = (*LOSSES, "done_500")  # faults after which a client may repeat the request
@@ -58,46 +60,100 @@ def load(state: dict[str, Any], url: str) -> dict[str, Any]:
     return target
 
 
-def objects_at(server: ObjectServer, url: str) -> dict[str, bytes]:
-    """Returns name -> bytes of the objects beneath a URL."""
-    prefix = url.removeprefix(f"{server.root}/") + "/"
-    return {key.removeprefix(prefix): server.get(key) for key in server.keys(prefix)}
+class Store:
+    """A URL of a test, on a server; `proxy` is there where the test asks for it."""
 
-
-def put_objects(server: ObjectServer, url: str, objects: Mapping[str, bytes]) -> None:
-    """Makes these the only objects beneath a URL."""
-    server.remove(f"{url}/")
-    for name, data in objects.items():
-        server.put(f"{url}/{name}", data)
-
-
-def prepared(server: ObjectServer, url: str, what: str) -> dict[str, bytes]:
-    """Returns the objects of what is there before: "old", or "none"."""
-    if what == "old":
-        save(OLD, url)
-    return objects_at(server, url)
-
-
-class Store(NamedTuple):
-    """A prefix of a server, and the proxy before it."""
-
-    server: ObjectServer
     proxy: FaultProxy
-    url: str
 
-    def reset(self, objects: dict[str, bytes]) -> None:
+    def __init__(self, server: ObjectServer, url: str) -> None:
+        self.server, self.url = server, url
+
+    def key(self, name: str = "") -> str:
+        return f"{self.url}/{name}".removeprefix(f"{self.server.root}/")
+
+    def objects(self, beneath: str = "") -> dict[str, bytes]:
+        """Returns name -> bytes of the objects beneath the URL, or beneath a name there."""
+        prefix = self.key(f"{beneath}/" if beneath else "")
+        return {key.removeprefix(prefix): self.server.get(key) for key in self.server.keys(prefix)}
+
+    def names(self, beneath: str = "") -> set[str]:
+        prefix = self.key(f"{beneath}/" if beneath else "")
+        return {key.removeprefix(prefix) for key in self.server.keys(prefix)}
+
+    def kinds(self, tag: str) -> set[str]:
+        """Returns the names of a checkpoint's objects, "data" for each data file."""
+        return {"data" if name.endswith(".distcp") else name for name in self.names(tag)}
+
+    def data(self, beneath: str = "") -> str:
+        """Returns the name of the one data file."""
+        (name,) = (name for name in self.names(beneath) if name.endswith(".distcp"))
+        return f"{beneath}/{name}" if beneath else name
+
+    def get(self, name: str) -> bytes:
+        return self.server.get(self.key(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        self.server.put(self.key(name), data)
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self.server.delete(self.key(name))
+
+    def put_all(self, objects: Mapping[str, bytes]) -> None:
+        """Makes these the only objects."""
+        self.server.remove(f"{self.url}/")
+        for name, data in objects.items():
+            self.put(name, data)
+
+    def put_folder(self, folder: Path, beneath: str = "") -> dict[str, bytes]:
+        """Puts a folder's files there; returns them."""
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        for name, data in files.items():
+            self.put(f"{beneath}/{name}" if beneath else name, data)
+        return files
+
+    def reset(self, objects: Mapping[str, bytes]) -> None:
         """Makes these the only objects; the next request's number is 0, and none fails."""
         forget_roots()
-        put_objects(self.server, self.url, objects)
+        self.put_all(objects)
         self.proxy.heal()
         self.proxy.clear()
 
-    def saved(self, state: dict[str, Any]) -> dict[str, bytes]:
-        """Returns the objects of a checkpoint."""
-        self.reset({})
+    def saved(self, state: dict[str, Any], name: str = "") -> dict[str, bytes]:
+        """Returns the objects of a checkpoint, which is there then."""
         with retries(0):
-            save(state, self.url)
-        return objects_at(self.server, self.url)
+            save(state, f"{self.url}/{name}" if name else self.url)
+        return self.objects(name)
+
+    def prepared(self, what: str) -> dict[str, bytes]:
+        """Returns the objects of what is there before: "old", or "none"."""
+        return self.saved(OLD) if what == "old" else {}
+
+    def found(self, old: Mapping[str, bytes], new_state: dict[str, Any], name: str = "") -> Found:
+        """Says which checkpoint lies there, and fails unless it is whole.
+
+        Args:
+            old: the objects of the previous one; empty: there was none.
+            new_state: what the other one must hold. It is loaded, by the environment's endpoint.
+            name: beneath the URL.
+        """
+        url, objects = f"{self.url}/{name}" if name else self.url, self.objects(name)
+        metadata = objects.pop(".metadata", None)
+        if metadata is None:
+            assert not old, "the previous checkpoint is lost"
+            return Found("none", sorted(objects))
+        named = decode_file_names(metadata, url)
+        assert named <= set(objects), f"{url} lacks {named - set(objects)}"
+        more = sorted(set(objects) - named)
+        if metadata == old.get(".metadata"):
+            assert all(objects[name] == old[name] for name in named)
+            return Found("old", more)
+        assert_same(new_state, load(new_state, url))
+        return Found("new", more)
+
+    def has_no_upload(self) -> bool:
+        """Whether no upload is open, of those that somebody could have ended."""
+        return not self.server.has_aborts or not self.server.uploads(self.url)
 
 
 class Found(NamedTuple):
@@ -107,28 +163,11 @@ class Found(NamedTuple):
     more: list[str]  # names of objects that the checkpoint does not name
 
 
-def found(
-    server: ObjectServer, url: str, old: Mapping[str, bytes], new_state: dict[str, Any]
-) -> Found:
-    """Says which checkpoint lies there, and fails unless it is whole.
-
-    Args:
-        old: the objects of the previous one; empty: there was none.
-        new_state: what the other one must hold. It is loaded, by the environment's endpoint.
-    """
-    objects = objects_at(server, url)
-    metadata = objects.pop(".metadata", None)
-    if metadata is None:
-        assert not old, "the previous checkpoint is lost"
-        return Found("none", sorted(objects))
-    named = decode_file_names(metadata, url)
-    assert named <= set(objects), f"{url} lacks {named - set(objects)}"
-    more = sorted(set(objects) - named)
-    if metadata == old.get(".metadata"):
-        assert all(objects[name] == old[name] for name in named)
-        return Found("old", more)
-    assert_same(new_state, load(new_state, url))
-    return Found("new", more)
+def bucket_of(url: str) -> tuple[Bucket, str]:
+    """Returns the bucket of a URL, and the key."""
+    place = location_of(url)
+    assert isinstance(place, ObjectUrl)
+    return object_store.bucket_of(place), place.key
 
 
 def error_of(call: Callable[[], object]) -> DcpxError | None:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from object_outcomes import Store, objects_at, put_objects, retries
+from object_outcomes import Store, retries
 from safetensors.torch import save as safetensors_of
-from support.object_proxy import FaultProxy
-from support.object_server import ObjectServer
-from support.saves import save
+from support.saves import save, save_rank_local
 from support.states import assert_same, blank_like
 
 import torch_dcpx
@@ -28,12 +26,12 @@ from torch_dcpx import (
 from torch_dcpx.cli.app import app
 from torch_dcpx.storage import object_store
 
-STATE = {"model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)}, "step": 3}
+pytestmark = pytest.mark.usefixtures("proxy")
 
-
-@pytest.fixture
-def store(object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy) -> Store:
-    return Store(object_server, object_proxy, object_prefix)
+STATE: dict[str, Any] = {
+    "model": {"w": torch.arange(600.0).view(20, 30), "b": torch.ones(5)},
+    "step": 3,
+}
 
 
 def dcpx(*args: object) -> Result:
@@ -73,7 +71,7 @@ def test_ls_and_inspect_of_a_checkpoint_cost_a_listing_and_its_metadata(store: S
     assert sorted(asked(store)) == [("get_object", ".metadata"), ("list", "a")]
     assert found["path"] == url and not found["faults"]
     assert [item["fqn"] for item in found["items"]] == ["model.w", "model.b", "step"]
-    sizes = {name: len(data) for name, data in objects_at(store.server, url).items()}
+    sizes = {name: len(data) for name, data in store.objects("a").items()}
     assert {n: one["found"] for n, one in found["files"].items()}.items() <= sizes.items()
     assert f"{url}/.metadata: written by torch-dcpx" in dcpx("inspect", url).stdout
 
@@ -97,17 +95,15 @@ def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Pa
     for name in ("step-1", "step-2", "step-3", "step-4"):
         saved(store, name)
     save(STATE, tmp_path, "stock")
-    stocks = {f"step-5/{file.name}": file.read_bytes() for file in tmp_path.iterdir()}
-    for name, data in {**stocks, "notes/readme": b"x", "top": b"y"}.items():
-        store.server.put(f"{store.url}/{name}", data)
-    store.proxy.clear()
+    store.put_folder(tmp_path, "step-5")
+    store.put("notes/readme", b"x")
+    store.put("top", b"y")
     assert {row["state"] for row in printed("ls", f"{store.url}/")} == {"committed"}
     kinds = [kind for kind, _ in asked(store)]
     assert kinds.count("list") == 1 + 6 and kinds.count("get_object") == 5 == len(kinds) - 7
-    (lost,) = (n for n in objects_at(store.server, f"{store.url}/step-2") if n != ".metadata")
-    store.server.delete(f"{store.url}/step-2/{lost}")
-    store.server.delete(f"{store.url}/step-3/.metadata")
-    store.server.put(f"{store.url}/step-4/.metadata", b"nonsense")
+    lost = store.data("step-2")
+    store.delete(lost, "step-3/.metadata")
+    store.put("step-4/.metadata", b"nonsense")
     store.proxy.clear()
     rows = printed("ls", f"{store.url}/", code=1)
     assert {row["name"]: row["state"] for row in rows} == {
@@ -117,7 +113,7 @@ def test_ls_lists_the_prefixes_beneath_as_directories(store: Store, tmp_path: Pa
         "step-4": "unreadable",
         "step-5": "committed",
     }
-    assert f"'{lost}' is missing" in str(rows)
+    assert f"'{lost.partition('/')[2]}' is missing" in str(rows)
     assert {row["written_by"] for row in rows if row["name"] == "step-5"} == {"stock"}
     assert len(asked(store)) <= 40  # what is wrong is looked at again, and for its way out
     assert printed("ls", store.url, "--all", code=1)[0]["name"] == "notes"
@@ -135,14 +131,13 @@ def test_url_without_anything_beneath_is_said(store: Store) -> None:
 def test_export_and_gc_take_urls(store: Store, tmp_path: Path) -> None:
     source, url = saved(store), f"{store.url}/out"
     printed("export", source, url)
-    assert {key.rpartition("/")[2] for key in store.server.keys(url)} == {"model.safetensors"}
-    error = printed("export", source, url, code=2)["error"]
-    assert error["type"] == "OptionError" and "is there; name another place" in error["message"]
+    assert store.names("out") == {"model.safetensors"}
+    assert printed("export", source, url, code=2)["error"]["type"] == "OptionError"
     printed("export", source, url, "--overwrite")
     printed("export", url, tmp_path / "back", "--format", "dcp")
     assert printed("verify", tmp_path / "back")["ok"]
     assert printed("gc", source) == []
-    store.server.put(f"{source}/__7_0.0123456789ab.distcp", b"left")
+    store.put("a/__7_0.0123456789ab.distcp", b"left")
     (row,) = printed("gc", source)
     assert (row["state"], row["nbytes"]) == ("left", 4)
     (row,) = printed("gc", source, "--delete")
@@ -151,19 +146,17 @@ def test_export_and_gc_take_urls(store: Store, tmp_path: Path) -> None:
     assert row["state"] == "removed" and printed("gc", source) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "repair", "doctor"])
+def test_urls_that_are_none_of_ours_are_refused(command: str) -> None:
+    for url, words in (
         ("s3://bucket", "whole bucket"),
         ("s3://key:secret@bucket/run", "with a user or a password"),
         ("s3://bucket/run?versionId=3", "a query"),
         ("gs://bucket/run", "is a URL"),
-    ],
-)
-@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "repair", "doctor"])
-def test_urls_that_are_none_of_ours_are_refused(command: str, url: str, words: str) -> None:
-    result = dcpx(command, url)
-    assert result.exit_code == 2 and words in result.output and "secret" not in result.output
+    ):
+        result = dcpx(command, url)
+        assert result.exit_code == 2 and words in result.output, url
+        assert "secret" not in result.output
 
 
 # ---- verify, cat, diff --------------------------------------------------------------------------
@@ -172,14 +165,14 @@ def test_urls_that_are_none_of_ours_are_refused(command: str, url: str, words: s
 def test_verify_names_the_damaged_of_all_beneath(store: Store) -> None:
     urls = [saved(store, name) for name in "ab"]
     assert printed("verify", urls[0])["ok"]
-    (name,) = (name for name in objects_at(store.server, urls[1]) if name != ".metadata")
-    data = bytearray(store.server.get(f"{urls[1]}/{name}"))
+    name = store.data("b")
+    data = bytearray(store.get(name))
     data[data.index(torch.arange(600.0).numpy().tobytes()[400:480])] ^= 8
-    store.server.put(f"{urls[1]}/{name}", bytes(data))
+    store.put(name, bytes(data))
     reports = printed("verify", store.url, code=1)
     assert [report["ok"] for report in reports] == [True, False]
     text = dcpx("verify", store.url).stdout
-    assert f"{urls[1]}/{name}" in text and "'model.w'" in text
+    assert f"{store.url}/{name}" in text and "'model.w'" in text
     assert "2 checkpoints, 1 with faults" in text
 
 
@@ -193,11 +186,10 @@ def test_cat_prints_rows_and_objects(store: Store) -> None:
 def test_diff_compares_stores_and_disks_by_checksums(store: Store, tmp_path: Path) -> None:
     url = saved(store)
     torch_dcpx.save(STATE, tmp_path / "a")
-    same = printed("diff", url, tmp_path / "a", "--quick")
-    assert (same["equal"], same["read_bytes"], same["differences"]) == (3, 0, [])
-    read = printed("diff", url, tmp_path / "a")
-    assert (read["equal"], read["read_bytes"], read["differences"]) == (3, 2 * (2400 + 20), [])
-    other = {"model": {"w": STATE["model"]["w"] + 1, "b": torch.ones(5)}, "more": 1}  # type: ignore[index]
+    for more, read_bytes in ((["--quick"], 0), ([], 2 * (2400 + 20))):
+        same = printed("diff", url, tmp_path / "a", *more)
+        assert (same["equal"], same["read_bytes"], same["differences"]) == (3, read_bytes, [])
+    other = {"model": {"w": STATE["model"]["w"] + 1, "b": torch.ones(5)}, "more": 1}
     found = printed("diff", url, saved(store, "b", other), "--quick", code=1)
     assert found["read_bytes"] == 0 and found["equal"] == 1
     assert [(each["name"], each["what"]) for each in found["differences"]] == [
@@ -209,7 +201,7 @@ def test_diff_compares_stores_and_disks_by_checksums(store: Store, tmp_path: Pat
 
 def test_exports_in_a_store_are_shown_and_compared(store: Store) -> None:
     tensors = {"w": torch.arange(6.0), "b": torch.ones(2)}
-    put_objects(store.server, store.url, {"model.safetensors": safetensors_of(tensors)})
+    store.put("model.safetensors", safetensors_of(tensors))
     for url in (store.url, f"{store.url}/model.safetensors"):
         (found,) = printed("inspect", url)
         assert found["written_by"] == "safetensors" and not found["faults"]
@@ -228,109 +220,89 @@ def restored(state: dict[str, Any], url: str) -> None:
     assert_same(state, target)
 
 
-def test_repair_makes_lost_metadata_by_one_conditional_put(store: Store) -> None:
+def test_repair_makes_or_mends_metadata_by_one_conditional_put(store: Store) -> None:
     url = saved(store)
-    before = objects_at(store.server, url)
-    store.server.delete(f"{url}/.metadata")
-    code = dcpx("repair", url, "--dry-run")
-    assert code.exit_code == 1 and "would make '.metadata'" in code.stdout
+    before, whole = store.objects("a"), store.get("a/.metadata")
+    store.delete("a/.metadata")
+    result = dcpx("repair", url, "--dry-run")
+    assert result.exit_code == 1 and "would make '.metadata'" in result.stdout
     assert not {kind for kind, _ in asked(store)} - {"list", "get_object", "head_object"}
     with pytest.raises(RepairError, match=r"repair --accept-assumptions \w+://"):
         torch_dcpx.repair(url)
-    assert objects_at(store.server, url) == {n: d for n, d in before.items() if n != ".metadata"}
+    assert store.objects("a") == {n: d for n, d in before.items() if n != ".metadata"}
     store.proxy.clear()
     report = printed("repair", url, "--accept-assumptions")
     assert report["repaired"][0]["source"] == "footers" and report["path"] == url
-    puts = [one for one in store.proxy.requests("put_object") if "probe" not in one.key]
-    assert [one.if_none_match for one in puts] == ["*"]
+    assert [one.if_none_match for one in _puts(store)] == ["*"]
     restored(STATE, url)
-    assert torch_dcpx.verify(url).ok
     again = dcpx("repair", url)
     assert again.exit_code == 0 and "nothing to do" in again.stdout
-
-
-def test_repair_mends_damaged_metadata_to_the_same_bytes(store: Store) -> None:
-    url = saved(store)
-    whole = store.server.get(f"{url}/.metadata")
     at = whole.index(b"model")  # in the pickle
-    store.server.put(f"{url}/.metadata", whole[:at] + b"MODEL" + whole[at + 5 :])
+    store.put("a/.metadata", whole[:at] + b"MODEL" + whole[at + 5 :])
     store.proxy.clear()
-    report = torch_dcpx.repair(url)
-    assert report.repaired[0].source == "columns" and not report.assumptions
-    assert store.server.get(f"{url}/.metadata") == whole
-    (put,) = (one for one in store.proxy.requests("put_object") if "probe" not in one.key)
-    assert put.if_match
+    assert torch_dcpx.repair(url).repaired[0].source == "columns"
+    assert store.get("a/.metadata") == whole
+    assert [bool(one.if_match) for one in _puts(store)] == [True]
 
 
-def test_repair_never_replaces_what_is_good_or_is_put_meanwhile(store: Store) -> None:
+def _puts(store: Store) -> list[Any]:
+    return [one for one in store.proxy.requests("put_object") if "probe" not in one.key]
+
+
+def test_repair_never_replaces_what_is_put_meanwhile(store: Store) -> None:
     url = saved(store)
-    whole = objects_at(store.server, url)
-    with pytest.raises(RepairError, match="it is good") as caught:
-        torch_dcpx.repair(url)
-    assert caught.value.is_good and objects_at(store.server, url) == whole
-    store.server.put(f"{url}/.metadata", whole[".metadata"][:-9])
+    store.put("a/.metadata", store.get("a/.metadata")[:-9])
     other = {"model": {"w": torch.zeros(2)}, "step": 9}
 
     def save_meanwhile(_request: object) -> None:
-        torch_dcpx.save(other, f"{url}-other")
-        for name, data in objects_at(store.server, f"{url}-other").items():
-            store.server.put(f"{url}/{name}", data)
+        torch_dcpx.save(other, f"{store.url}/other")
+        for name, data in store.objects("other").items():
+            store.put(f"a/{name}", data)
 
-    (name,) = (name for name in whole if name != ".metadata")
-    store.proxy.hook("get_object", save_meanwhile, key=name)
+    store.proxy.hook("get_object", save_meanwhile, key=store.data("a"))
     with pytest.raises(ConcurrentSaveError, match="nothing of this one is published"):
         torch_dcpx.repair(url, accept_assumptions=True)
     restored(other, url)
 
 
 def test_repair_of_ranks_own_metadata_works_in_a_store(store: Store, tmp_path: Path) -> None:
-    from support.saves import save_rank_local
-
     for rank in range(2):
         save_rank_local(STATE, tmp_path, rank)
-    objects = {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()}
-    lost = objects.pop("__1.metadata")
-    put_objects(store.server, store.url, objects)
+    store.put_folder(tmp_path)
+    store.delete("__1.metadata")
     report = torch_dcpx.repair(store.url, accept_assumptions=True)
     assert [one.name for one in report.repaired] == ["__1.metadata"]
-    assert torch_dcpx.verify(store.url).ok and lost
+    assert torch_dcpx.verify(store.url).ok
 
 
 @pytest.mark.parametrize("how", ["reset", "lost_answer", "412"])
 def test_fault_of_any_request_of_a_repair_leaves_the_lost_or_the_whole(
     store: Store, how: str
 ) -> None:
-    url = saved(store)
-    objects = objects_at(store.server, url)
-    lost = {name: data for name, data in objects.items() if name != ".metadata"}
-    number = 0
-    while True:
-        put_objects(store.server, url, lost)
-        store.proxy.heal()
-        store.proxy.clear()
+    torch_dcpx.save(STATE, store.url)
+    lost = {name: data for name, data in store.objects().items() if name != ".metadata"}
+    number, is_past = 0, False
+    while not is_past:
+        store.reset(lost)
         store.proxy.fail(number, how)
+        error = None
         with retries(0):
             try:
-                torch_dcpx.repair(url, accept_assumptions=True)
-                error = None
+                torch_dcpx.repair(store.url, accept_assumptions=True)
             except (StorageError, RepairError, UnsupportedError, OutcomeUnknownError) as failed:
                 error = failed
         is_past = store.proxy.count() <= number
         store.proxy.heal()
-        found = objects_at(store.server, url)
-        is_there = ".metadata" in found
-        assert {n: found[n] for n in lost} == lost, f"{how} of {number}: {error!r}"
+        found, where = store.objects(), f"{how} of {number}: {error!r}"
+        assert {n: found[n] for n in lost} == lost, where
         if error is None:
-            assert is_there
-        elif is_there:
-            assert isinstance(error, OutcomeUnknownError), f"{how} of {number}: {error!r}"
-        if is_there:
-            restored(STATE, url)
-        if is_past:
-            assert error is None
-            break
+            assert ".metadata" in found, where
+        elif ".metadata" in found:
+            assert isinstance(error, OutcomeUnknownError), where
+        if ".metadata" in found:
+            restored(STATE, store.url)
         number += 1
-    assert number > 5
+    assert error is None and number > 6
 
 
 # ---- doctor -------------------------------------------------------------------------------------
@@ -343,7 +315,7 @@ def test_doctor_tries_the_store_and_leaves_nothing(
     found = {each["name"]: each for each in printed("doctor", store.url)}
     assert found["store"]["state"] == found["writing"]["state"] == "fine"
     assert found["checkpoint"]["text"] == "none here" and "file system" not in found
-    assert objects_at(store.server, store.url) == {}
+    assert store.objects() == {}
     monkeypatch.setattr(object_store, "_buckets", {})
     store.proxy.fail("put_object", "403", times=None)
     with retries(0):
@@ -357,11 +329,9 @@ def test_doctor_tries_the_store_and_leaves_nothing(
 
 def test_a_missing_shard_is_damage_and_a_missing_file_no_answer(store: Store) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    url = f"{store.url}/model.safetensors.index.json"
-    store.server.put(url, json.dumps(index).encode())
-    for line in (("verify", store.url), ("inspect", store.url), ("cat", store.url, "*")):
-        assert dcpx(*line).exit_code == 1, line
+    store.put("model.safetensors.index.json", json.dumps(index).encode())
     shard = f"{store.url}/model-00001-of-00002.safetensors"
-    for line in (("verify", shard), ("inspect", shard), ("cat", shard, "*")):
-        result = dcpx(*line)
-        assert result.exit_code == 2, (line, result.output)
+    for url, code in ((store.url, 1), (shard, 2)):
+        for line in (("verify", url), ("inspect", url), ("cat", url, "*")):
+            result = dcpx(*line)
+            assert result.exit_code == code, (line, result.output)

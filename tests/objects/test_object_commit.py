@@ -7,7 +7,7 @@ has given it up. Data objects stay as long as one of that can be.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -18,19 +18,19 @@ from object_outcomes import (
     NEW,
     OLD,
     OTHER,
+    LatePut,
+    Store,
     error_of,
-    found,
+    interrupted,
     load,
-    objects_at,
-    prepared,
     retries,
     save,
     state_of,
+    unanswered,
 )
 from support.machine import seconds
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
-from support.object_server import ObjectServer
 from support.rank_saves import write_ranks
 from support.states import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,67 +40,63 @@ from torch_dcpx import ConcurrentSaveError, DcpxWriter, OutcomeUnknownError, Sto
 
 _DEADLINE_S = seconds(120)
 _METADATA = "/.metadata"
+before_both = pytest.mark.parametrize("before", ["none", "old"])
 
 
 # ---- Two saves at a time ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", ["none", "old"])
-@pytest.mark.parametrize("winner", ["first", "second"])
+@before_both
+@pytest.mark.parametrize("winner", [0, 1])
 def test_later_of_two_commits_is_refused_and_leaves_nothing(
-    object_server: ObjectServer, object_prefix: str, before: str, winner: str
+    store: Store, before: str, winner: int
 ) -> None:
     """Both have begun before the other commits."""
-    prepared(object_server, object_prefix, before)
+    store.prepared(before)
     with retries(0):
-        saves = [write_ranks([state], object_prefix) for state in (NEW, OTHER)]
         states = [NEW, OTHER]
-        if winner == "second":
-            saves.reverse()
-            states.reverse()
-        (won, *won_takes), (lost, *lost_takes) = saves
+        saves = [write_ranks([state], store.url) for state in states]
+        won, *won_takes = saves[winner]
+        lost, *lost_takes = saves[1 - winner]
         won.finish(*won_takes)
         with pytest.raises(ConcurrentSaveError, match="another save has committed") as caught:
             lost.finish(*lost_takes)
         assert isinstance(caught.value, StorageError)
-        assert found(object_server, object_prefix, {}, states[0]) == ("new", [])
-        save(OLD, object_prefix)  # both writers are free, and nothing is in the way
-        assert found(object_server, object_prefix, {}, OLD) == ("new", [])
+        assert store.found({}, states[winner]) == ("new", [])
+        save(OLD, store.url)  # both writers are free, and nothing is in the way
+        assert store.found({}, OLD) == ("new", [])
 
 
-@pytest.mark.parametrize("before", ["none", "old"])
+@before_both
 def test_save_held_up_at_its_commit_is_refused_once_another_has_committed(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, before: str
+    store: Store, proxy: FaultProxy, before: str
 ) -> None:
-    prepared(object_server, object_prefix, before)
+    store.prepared(before)
+    proxy.clear()
     go_on = threading.Event()
-    object_proxy.clear()
-    object_proxy.hook("put_object", _waits_for(go_on), key=_METADATA)
+
+    def hold(_: Request) -> None:
+        if not go_on.wait(_DEADLINE_S):
+            raise TimeoutError
+
+    proxy.hook("put_object", hold, key=_METADATA)
     with retries(0), ThreadPoolExecutor(1) as pool:
         try:
-            held = pool.submit(error_of, lambda: save(OTHER, object_prefix))
-            object_proxy.wait("put_object", key=_METADATA)
-            save(NEW, object_prefix)
+            held = pool.submit(error_of, lambda: save(OTHER, store.url))
+            proxy.wait("put_object", key=_METADATA)
+            save(NEW, store.url)
         finally:
             go_on.set()
         assert type(held.result(_DEADLINE_S)) is ConcurrentSaveError
-        assert found(object_server, object_prefix, {}, NEW) == ("new", [])
+        assert store.found({}, NEW) == ("new", [])
 
 
-def _waits_for(event: threading.Event) -> Callable[[Request], None]:
-    def hook(_: Request) -> None:
-        if not event.wait(_DEADLINE_S):
-            raise TimeoutError
-
-    return hook
-
-
-@pytest.mark.parametrize("before", ["none", "old"])
+@before_both
 def test_one_of_many_saves_that_commit_at_once_wins(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, before: str
+    store: Store, proxy: FaultProxy, before: str
 ) -> None:
     count = 4
-    prepared(object_server, object_prefix, before)
+    store.prepared(before)
     together = threading.Barrier(count)
 
     def meet(_: Request) -> None:
@@ -108,52 +104,44 @@ def test_one_of_many_saves_that_commit_at_once_wins(
 
     states = [state_of(10 + number) for number in range(count)]
     with retries(0), ThreadPoolExecutor(count) as pool:
-        object_proxy.hook("put_object", meet, count, key=_METADATA)
+        proxy.hook("put_object", meet, count, key=_METADATA)
         saves: list[Future[Any]] = [
-            pool.submit(error_of, lambda state=state: save(state, object_prefix))
-            for state in states
+            pool.submit(error_of, lambda state=state: save(state, store.url)) for state in states
         ]
         errors = [one.result(_DEADLINE_S) for one in saves]
         won = [state for state, error in zip(states, errors, strict=True) if error is None]
         assert len(won) == 1
         assert [type(error) for error in errors].count(ConcurrentSaveError) == count - 1
-        object_proxy.heal()
-        assert found(object_server, object_prefix, {}, won[0]) == ("new", [])
+        proxy.heal()
+        assert store.found({}, won[0]) == ("new", [])
 
 
-def test_checkpoint_deleted_during_a_save_refuses_the_commit(
-    object_server: ObjectServer, object_prefix: str
-) -> None:
-    prepared(object_server, object_prefix, "old")
+def test_checkpoint_deleted_during_a_save_refuses_the_commit(store: Store) -> None:
+    store.prepared("old")
     with retries(0):
-        writer, *takes = write_ranks([NEW], object_prefix)
-        object_server.delete(f"{object_prefix}{_METADATA}")
+        writer, *takes = write_ranks([NEW], store.url)
+        store.delete(".metadata")
         with pytest.raises(ConcurrentSaveError):
             writer.finish(*takes)
-    named_by_old = [name for name in objects_at(object_server, object_prefix) if "__" in name]
-    assert len(named_by_old) == 1
+    assert len([name for name in store.names() if "__" in name]) == 1  # which the old one named
 
 
 # ---- Outcomes that nobody answers ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("before", ["none", "old"])
-@pytest.mark.parametrize("how", ["reset", "lost_answer", "500", "done_500", "412", "409"])
+@before_both
 @pytest.mark.parametrize("times", [1, 2])
 def test_commit_that_is_not_answered_is_settled_by_what_is_there(
-    object_server: ObjectServer,
-    object_prefix: str,
-    object_proxy: FaultProxy,
-    before: str,
-    how: str,
-    times: int,
+    store: Store, proxy: FaultProxy, before: str, times: int
 ) -> None:
-    old = prepared(object_server, object_prefix, before)
-    with retries(0):
-        object_proxy.fail("put_object", how, times, key=_METADATA)
-        save(NEW, object_prefix)
-        object_proxy.heal()
-        assert found(object_server, object_prefix, old, NEW) == ("new", [])
+    old = store.prepared(before)
+    for how in ("reset", "lost_answer", "500", "done_500", "412", "409"):
+        store.reset(old)
+        with retries(0):
+            proxy.fail("put_object", how, times, key=_METADATA)
+            save(NEW, store.url)
+            proxy.heal()
+            assert store.found(old, NEW) == ("new", []), how
 
 
 @contextmanager
@@ -169,92 +157,131 @@ def _silent_from_commit(proxy: FaultProxy, how: str) -> Iterator[None]:
     proxy.heal()
 
 
-@pytest.mark.parametrize("before", ["none", "old"])
-@pytest.mark.parametrize(("how", "is_done"), [("reset", False), ("lost_answer", True)])
+@before_both
+@pytest.mark.parametrize("how", ["reset", "lost_answer"])
 def test_store_that_falls_silent_at_the_commit_leaves_an_unknown_outcome(
-    object_server: ObjectServer,
-    object_prefix: str,
-    object_proxy: FaultProxy,
-    before: str,
-    how: str,
-    is_done: bool,
+    store: Store, proxy: FaultProxy, before: str, how: str
 ) -> None:
-    old = prepared(object_server, object_prefix, before)
+    old = store.prepared(before)
     with retries(0):
-        with _silent_from_commit(object_proxy, how), pytest.raises(OutcomeUnknownError):
-            save(NEW, object_prefix)
-        there = found(object_server, object_prefix, old, NEW)
-        assert there.what == ("new" if is_done else before)
-        data = [name for name in objects_at(object_server, object_prefix) if "__" in name]
+        with _silent_from_commit(proxy, how), pytest.raises(OutcomeUnknownError):
+            save(NEW, store.url)
+        assert store.found(old, NEW).what == ("new" if how == "lost_answer" else before)
+        data = [name for name in store.names() if "__" in name]
         assert len(data) == 1 + len(old) // 2  # of both: what was not answered may yet be done
-        save(OTHER, object_prefix)
-        assert_same(OTHER, load(OTHER, object_prefix))
+        save(OTHER, store.url)
+        assert_same(OTHER, load(OTHER, store.url))
 
 
 def test_unknown_outcome_is_raised_through_dcp_and_by_a_save_in_the_background(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
-    old = prepared(object_server, object_prefix, "old")
+    old = store.prepared("old")
     with retries(0):
-        with _silent_from_commit(object_proxy, "reset"):
+        with _silent_from_commit(proxy, "reset"):
             with pytest.raises(CheckpointException) as caught:
-                dcp.save(NEW, storage_writer=DcpxWriter(object_prefix), no_dist=True)
+                dcp.save(NEW, storage_writer=DcpxWriter(store.url), no_dist=True)
             assert type(caught.value.failures[0][0]) is OutcomeUnknownError
-        assert len(found(object_server, object_prefix, old, NEW).more) == 1
-        with _silent_from_commit(object_proxy, "lost_answer"):
-            handle = torch_dcpx.async_save(NEW, object_prefix, no_dist=True)
+        assert len(store.found(old, NEW).more) == 1
+        with _silent_from_commit(proxy, "lost_answer"):
+            handle = torch_dcpx.async_save(NEW, store.url, no_dist=True)
             with pytest.raises(OutcomeUnknownError):
                 handle.result()
-        assert found(object_server, object_prefix, old, NEW).what == "new"
+        assert store.found(old, NEW).what == "new"
 
 
-def test_commit_refused_by_the_store_is_no_unknown_outcome(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
-) -> None:
-    old = prepared(object_server, object_prefix, "old")
+def test_commit_refused_by_the_store_is_no_unknown_outcome(store: Store, proxy: FaultProxy) -> None:
+    old = store.prepared("old")
     with retries(0):
-        object_proxy.fail("put_object", "403", times=None, key=_METADATA)
+        proxy.fail("put_object", "403", times=None, key=_METADATA)
         with pytest.raises(StorageError, match="AccessDenied"):
-            save(NEW, object_prefix)
-        object_proxy.heal()
-        assert found(object_server, object_prefix, old, NEW) == ("old", [])
+            save(NEW, store.url)
+        proxy.heal()
+        assert store.found(old, NEW) == ("old", [])
 
 
 def test_refusal_of_a_retry_does_not_hide_that_the_commit_was_done(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     """obstore repeats what was answered 500; it knows the last answer alone."""
-    old = prepared(object_server, object_prefix, "old")
-    object_proxy.fail("put_object", "done_500", key=_METADATA)
-    object_proxy.fail("put_object", "403", key=_METADATA)
+    old = store.prepared("old")
+    proxy.fail("put_object", "done_500", key=_METADATA)
+    proxy.fail("put_object", "403", key=_METADATA)
     with retries(3):
-        save(NEW, object_prefix)
-        assert found(object_server, object_prefix, old, NEW) == ("new", [])
+        save(NEW, store.url)
+        assert store.found(old, NEW) == ("new", [])
 
 
-def test_damaged_answer_about_a_commit_is_read_again(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
-) -> None:
-    old = prepared(object_server, object_prefix, "old")
-    object_proxy.fail("put_object", "lost_answer", key=_METADATA)
-    object_proxy.fail("get_object", "flip", key=_METADATA, skip=1)  # the first is before it
+def test_damaged_answer_about_a_commit_is_read_again(store: Store, proxy: FaultProxy) -> None:
+    old = store.prepared("old")
+    proxy.fail("put_object", "lost_answer", key=_METADATA)
+    proxy.fail("get_object", "flip", key=_METADATA, skip=1)  # the first is before it
     with retries(0):
-        save(NEW, object_prefix)
-        faults = [one.fault for one in object_proxy.requests() if one.fault]
+        save(NEW, store.url)
+        faults = [one.fault for one in proxy.requests() if one.fault]
         assert faults == ["lost_answer", "flip"]
-        assert found(object_server, object_prefix, old, NEW) == ("new", [])
+        assert store.found(old, NEW) == ("new", [])
 
 
-@pytest.mark.parametrize("how", ["", "reset", "lost_answer"])
-def test_damaged_checkpoint_is_replaced(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, how: str
-) -> None:
-    damaged = bytearray(prepared(object_server, object_prefix, "old")[".metadata"])
+def test_damaged_checkpoint_is_replaced(store: Store, proxy: FaultProxy) -> None:
+    old = store.prepared("old")
+    damaged = bytearray(old[".metadata"])
     damaged[-300] ^= 1
-    object_server.put(f"{object_prefix}{_METADATA}", bytes(damaged))
-    if how:
-        object_proxy.fail("put_object", how, key=_METADATA)
+    for how in ("", "reset", "lost_answer"):
+        store.reset({**old, ".metadata": bytes(damaged)})
+        if how:
+            proxy.fail("put_object", how, key=_METADATA)
+        with retries(0):
+            save(NEW, store.url)
+            # What the damaged one named, nobody knows.
+            assert store.found({}, NEW).what == "new", how
+
+
+# ---- Commits that arrive late -------------------------------------------------------------------
+
+
+@before_both
+def test_commit_that_arrives_late_is_found_by_its_retry(
+    store: Store, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    old = store.prepared(before)
     with retries(0):
-        save(NEW, object_prefix)
-        # What the damaged one named, nobody knows.
-        assert found(object_server, object_prefix, {}, NEW).what == "new"
+        late = LatePut(monkeypatch)
+        late.before_next = late.arrive
+        save(NEW, store.url)
+        assert store.found(old, NEW) == ("new", [])
+
+
+@before_both
+@pytest.mark.parametrize("end", ["failures", "interrupt of a pause", "interrupt of a retry"])
+def test_commit_that_arrives_after_its_save_has_ended_finds_its_data(
+    store: Store, monkeypatch: pytest.MonkeyPatch, before: str, end: str
+) -> None:
+    old = store.prepared(before)
+    with retries(0), monkeypatch.context() as patch:
+        late = LatePut(patch)
+        late.before_next = unanswered
+        if end == "interrupt of a pause":
+            patch.setattr("torch_dcpx.storage.object_place.time.sleep", interrupted)
+        elif end == "interrupt of a retry":
+            late.before_next = interrupted
+        with pytest.raises(OutcomeUnknownError if end == "failures" else KeyboardInterrupt):
+            save(NEW, store.url)
+        assert store.found(old, NEW).what == before
+        late.arrive()
+        assert store.found(old, NEW).what == "new"
+
+
+def test_commit_that_arrives_after_another_save_is_refused_by_the_store(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.prepared("old")
+    with retries(0):
+        late = LatePut(monkeypatch)
+        late.before_next = unanswered
+        assert type(error_of(lambda: save(NEW, store.url))) is OutcomeUnknownError
+        late.before_next = lambda: None
+        save(OTHER, store.url)
+        with pytest.raises(StorageError):
+            late.arrive()
+        assert store.found({}, OTHER).what == "new"

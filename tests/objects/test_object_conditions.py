@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from object_managers import manager_of, resumed, save_steps
-from object_outcomes import NEW, OLD, OTHER, found, objects_at, prepared, retries, save
+from object_outcomes import NEW, OLD, OTHER, Store, bucket_of, retries, save
+from object_roots import manager_of, resumed, save_steps
 from support.object_connection import Connection
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
-from support.object_server import ObjectServer
 
 from torch_dcpx import ConcurrentSaveError, OutcomeUnknownError, StorageError, UnsupportedError
 from torch_dcpx.cli.app import app
 from torch_dcpx.storage import object_conditions
-from torch_dcpx.storage.object_store import Bucket, _buckets, bucket_of
-from torch_dcpx.storage.object_url import ObjectUrl, location_of
+from torch_dcpx.storage.object_store import Bucket, _buckets
 
 pytestmark = s3_alone  # Azure signs the conditions
 
@@ -79,45 +77,42 @@ def _as_rgw_16(tag: str) -> str:
     "names", [("If-None-Match", "If-Match"), ("If-Match",), ("If-None-Match",)]
 )
 def test_store_that_ignores_a_condition_is_refused_before_any_data_is_written(
-    object_server: ObjectServer,
-    object_prefix: str,
-    object_proxy: FaultProxy,
-    names: tuple[str, ...],
+    store: Store, proxy: FaultProxy, names: tuple[str, ...]
 ) -> None:
-    old = prepared(object_server, object_prefix, "old")
-    object_proxy.clear()
+    old = store.prepared("old")
+    proxy.clear()
     with retries(0), _ignored(*names):
         for _ in range(2):  # and it is not asked again
             with pytest.raises(UnsupportedError, match="conditional_commit=False"):
-                save(NEW, object_prefix)
-        assert not object_proxy.count("put_object", ".distcp")
-        assert not object_proxy.count("create_upload")
-        assert object_proxy.count("put_object", ".dcpx.probe.") == 3 - ("If-None-Match" in names)
-    assert objects_at(object_server, object_prefix) == old
+                save(NEW, store.url)
+        assert not proxy.count("put_object", ".distcp")
+        assert not proxy.count("create_upload")
+        assert proxy.count("put_object", ".dcpx.probe.") == 3 - ("If-None-Match" in names)
+    assert store.objects() == old
 
 
 def test_store_that_ignores_conditions_is_used_where_the_user_says_so(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     with retries(0), _ignored("If-None-Match", "If-Match"):
         for state in (OLD, NEW):
-            save(state, object_prefix, conditional_commit=False)
-            assert found(object_server, object_prefix, {}, state) == ("new", [])
-        object_proxy.fail("put_object", "lost_answer", key=_METADATA)
-        save(OTHER, object_prefix, conditional_commit=False)
-        assert found(object_server, object_prefix, {}, OTHER) == ("new", [])
-    puts = object_proxy.requests("put_object")
+            save(state, store.url, conditional_commit=False)
+            assert store.found({}, state) == ("new", [])
+        proxy.fail("put_object", "lost_answer", key=_METADATA)
+        save(OTHER, store.url, conditional_commit=False)
+        assert store.found({}, OTHER) == ("new", [])
+    puts = proxy.requests("put_object")
     assert not [one for one in puts if one.if_match or one.if_none_match or "probe" in one.key]
 
 
 def test_store_that_takes_a_tag_without_its_quotes_alone_is_saved_to_again(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     with retries(0), _matched(_as_rgw_16):
         for state in (OLD, NEW, OTHER):
-            save(state, f"{object_prefix}/alone")
-            assert found(object_server, f"{object_prefix}/alone", {}, state) == ("new", [])
-        with manager_of(f"{object_prefix}/root", keep_last=2) as manager:
+            save(state, f"{store.url}/alone")
+            assert store.found({}, state, "alone") == ("new", [])
+        with manager_of(f"{store.url}/root", keep_last=2) as manager:
             save_steps(manager, 1, 2, 3)
             assert manager.tags() == ["step-2", "step-3"]
             assert resumed(manager) == 3.0
@@ -126,43 +121,41 @@ def test_store_that_takes_a_tag_without_its_quotes_alone_is_saved_to_again(
 def _bucket(url: str) -> tuple[Bucket, str]:
     """Returns the bucket of a URL, of which this process knows nothing, and the key."""
     _buckets.clear()
-    place = location_of(url)
-    assert isinstance(place, ObjectUrl)
-    return bucket_of(place), place.key
+    return bucket_of(url)
 
 
 def test_form_of_a_tag_is_found_by_the_first_put_that_is_refused(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     with retries(0), _matched(_as_rgw_16):
-        bucket, key = _bucket(f"{object_prefix}/pointer")
-        object_server.put(f"{object_prefix}/pointer", b"1")
+        bucket, key = _bucket(f"{store.url}/pointer")
+        store.put("pointer", b"1")
         seen = bucket.get(key)
         bucket.put_if(key, [b"2"], seen.tag)
         with pytest.raises(StorageError, match="PreconditionFailed: put"):
             bucket.put_if(key, [b"3"], seen.tag)  # and not because of its form
-    assert objects_at(object_server, object_prefix) == {"pointer": b"2"}
-    assert object_proxy.count("put_object", ".dcpx.probe.") == 6
+    assert store.objects() == {"pointer": b"2"}
+    assert proxy.count("put_object", ".dcpx.probe.") == 6
 
 
 def test_store_that_takes_a_tag_in_no_form_is_refused_before_any_data_is_written(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
-    old = prepared(object_server, object_prefix, "old")
-    object_proxy.clear()
+    old = store.prepared("old")
+    proxy.clear()
     with retries(0), _matched(lambda _: _NO_TAG):
         with pytest.raises(UnsupportedError, match=r"tag that an object has.*conditional_commit=F"):
-            save(NEW, object_prefix)
-        assert not object_proxy.count("put_object", ".distcp")
-        assert not object_proxy.count("create_upload")
-        told = CliRunner().invoke(app, ["doctor", object_prefix])
+            save(NEW, store.url)
+        assert not proxy.count("put_object", ".distcp")
+        assert not proxy.count("create_upload")
+        told = CliRunner().invoke(app, ["doctor", store.url])
         assert told.exit_code == 2 and "conditional_commit=False" in told.output
-        save(NEW, object_prefix, conditional_commit=False)
-    assert found(object_server, object_prefix, old, NEW) == ("new", [])
+        save(NEW, store.url, conditional_commit=False)
+    assert store.found(old, NEW) == ("new", [])
 
 
 def test_store_that_ignores_a_tag_without_quotes_is_refused(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     """It would take each tag in this form, and one save would go over another."""
 
@@ -173,99 +166,82 @@ def test_store_that_ignores_a_tag_without_quotes_is_refused(
             headers["If-Match"] = _NO_TAG
 
     with retries(0), _heard(read), pytest.raises(UnsupportedError, match="ignores If-Match"):
-        save(NEW, object_prefix)
-    assert objects_at(object_server, object_prefix) == {}
+        save(NEW, store.url)
+    assert store.objects() == {}
 
 
-def test_store_that_refuses_to_create_is_refused(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
-) -> None:
-    object_proxy.fail("put_object", "412", times=None, key=".dcpx.probe.")
+def test_store_that_refuses_to_create_is_refused(store: Store, proxy: FaultProxy) -> None:
+    proxy.fail("put_object", "412", times=None, key=".dcpx.probe.")
     with retries(0), pytest.raises(UnsupportedError, match="refuses If-None-Match where nothing"):
-        save(NEW, object_prefix)
-    assert objects_at(object_server, object_prefix) == {}
+        save(NEW, store.url)
+    assert store.objects() == {}
 
 
-@pytest.mark.parametrize("how", ["lost_answer", "truncate"])
+@pytest.mark.parametrize("how", ["lost_answer", "409"])
 @pytest.mark.parametrize("skip", range(4))
-def test_lost_answer_to_the_probe_finds_the_same(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, how: str, skip: int
+def test_lost_answer_or_conflict_at_the_probe_is_no_refusal_and_is_asked_again(
+    store: Store, proxy: FaultProxy, how: str, skip: int
 ) -> None:
-    object_proxy.fail("put_object", how, key=".dcpx.probe.", skip=skip)
-    with retries(1):
-        bucket, key = _bucket(object_prefix)
+    """S3 says by a conflict that another request is under way, and nothing of the condition."""
+    proxy.fail("put_object", how, key=".dcpx.probe.", skip=skip)
+    with retries(0 if how == "409" else 1):
+        bucket, key = _bucket(store.url)
         bucket.check_conditional(key)
     assert bucket._conditions.has_quotes
-    assert object_proxy.count("put_object", ".dcpx.probe.") == 5
-    assert objects_at(object_server, object_prefix) == {}
-
-
-@pytest.mark.parametrize("skip", range(4))
-def test_conflict_at_the_probe_is_no_refusal_and_is_asked_again(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, skip: int
-) -> None:
-    """S3 says by it that another request is under way, and nothing of the condition."""
-    object_proxy.fail("put_object", "409", key=".dcpx.probe.", skip=skip)
-    with retries(0):
-        bucket, key = _bucket(object_prefix)
-        bucket.check_conditional(key)
-    assert bucket._conditions.has_quotes
-    assert objects_at(object_server, object_prefix) == {}
+    assert proxy.count("put_object", ".dcpx.probe.") == 5
+    assert store.objects() == {}
 
 
 def test_conflict_at_every_probe_forbids_no_later_save(
-    object_server: ObjectServer,
-    object_prefix: str,
-    object_proxy: FaultProxy,
-    monkeypatch: pytest.MonkeyPatch,
+    store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_conditions, "_PAUSE_S", 0.01)
-    object_proxy.fail("put_object", "409", times=None, key=".dcpx.probe.")
+    proxy.fail("put_object", "409", times=None, key=".dcpx.probe.")
     with retries(0):
-        bucket, key = _bucket(object_prefix)
+        bucket, key = _bucket(store.url)
         with pytest.raises(StorageError, match="ConditionalRequestConflict: put") as caught:
             bucket.check_conditional(key)
         assert not isinstance(caught.value, UnsupportedError)
-        object_proxy.heal()
-        save(NEW, object_prefix)
-    assert found(object_server, object_prefix, {}, NEW) == ("new", [])
+        proxy.heal()
+        save(NEW, store.url)
+    assert store.found({}, NEW) == ("new", [])
 
 
 @pytest.mark.parametrize(
     ("kind", "skip"), [("put_object", 0), ("put_object", 1), ("put_object", 3), ("head_object", 0)]
 )
 def test_refused_probe_leaves_nothing(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, kind: str, skip: int
+    store: Store, proxy: FaultProxy, kind: str, skip: int
 ) -> None:
-    object_proxy.fail(kind, "403", times=None, key=".dcpx.probe.", skip=skip)
+    proxy.fail(kind, "403", times=None, key=".dcpx.probe.", skip=skip)
     with retries(0):
-        bucket, key = _bucket(object_prefix)
-        with pytest.raises(StorageError, match=f"{object_prefix}/.dcpx.probe."):
+        bucket, key = _bucket(store.url)
+        with pytest.raises(StorageError, match=f"{store.url}/.dcpx.probe."):
             bucket.check_conditional(key)
-    assert objects_at(object_server, object_prefix) == {}
+    assert store.objects() == {}
     is_first = kind == "put_object" and not skip
-    assert object_proxy.count("delete_many") == (not is_first)  # else there is nothing
+    assert proxy.count("delete_many") == (not is_first)  # else there is nothing
 
 
 @pytest.mark.parametrize("before", ["old", "none"])
 def test_condition_that_is_refused_while_nothing_has_changed_is_a_refusal(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy, before: str
+    store: Store, proxy: FaultProxy, before: str
 ) -> None:
-    old = prepared(object_server, object_prefix, before)
-    object_proxy.fail("put_object", "412", times=None, key=_METADATA)
+    old = store.prepared(before)
+    proxy.fail("put_object", "412", times=None, key=_METADATA)
     with retries(0), pytest.raises(StorageError, match="PreconditionFailed: put") as caught:
-        save(NEW, object_prefix)
+        save(NEW, store.url)
     assert not isinstance(caught.value, (ConcurrentSaveError, OutcomeUnknownError))
-    assert objects_at(object_server, object_prefix) == old
+    assert store.objects() == old
 
 
 def test_pointer_that_is_refused_while_nothing_has_changed_is_a_refusal(
-    object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
-    with retries(0), manager_of(object_prefix) as manager:
+    with retries(0), manager_of(store.url) as manager:
         save_steps(manager, 1)
-        object_proxy.fail("put_object", "412", times=None, key="/newest")
+        proxy.fail("put_object", "412", times=None, key="/newest")
         with pytest.raises(StorageError, match="PreconditionFailed: put") as caught:
             save_steps(manager, 2)
         assert not isinstance(caught.value, OutcomeUnknownError)
-        object_proxy.heal()
+        proxy.heal()

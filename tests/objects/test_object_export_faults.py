@@ -9,37 +9,21 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from object_exports import (
-    INDEX,
-    KINDS,
-    SINGLE,
-    export,
-    exported,
-    is_same,
-    names_at,
-    tensors_of,
-)
-from object_outcomes import (
-    LARGE_NUMEL,
-    LOST,
-    REFUSED,
-    Store,
-    error_of,
-    objects_at,
-    retries,
-    save,
-)
+from object_exports import INDEX, KINDS, SINGLE, export, exported, is_same, tensors_of
+from object_outcomes import LARGE_NUMEL, LOST, REFUSED, Store, error_of, retries, save
 from support.machine import spread
-from support.object_proxy import AFTER, FaultProxy
+from support.object_proxy import AFTER
 from support.object_requests import Request
-from support.object_server import ObjectServer
 
 from torch_dcpx import OutcomeUnknownError, StorageError
 from torch_dcpx.artifacts.sources import LiveSource
+
+pytestmark = pytest.mark.usefixtures("proxy")
 
 # kind of the old artifact, of the new one
 EXPORTS = [
@@ -53,23 +37,22 @@ EXPORTS = [
 _TRIES = 3
 
 
-@pytest.fixture
-def store(object_server: ObjectServer, object_prefix: str, object_proxy: FaultProxy) -> Store:
-    return Store(object_server, object_proxy, object_prefix)
-
-
 def _prepared(store: Store, kind: str) -> dict[str, bytes]:
-    """Returns the objects of an artifact of this kind; of none: a file of a user's."""
-    store.reset({"notes.txt": b"a user's own"})
+    """Returns the objects of an artifact of this kind and a user's; no more fails, none is asked
+    for yet.
+    """
+    store.put("notes.txt", b"a user's own")
     if kind:
         with retries(0):
             export(tensors_of(1), store.url, kind)
-    return objects_at(store.server, store.url)
+    objects = store.objects()
+    store.reset(objects)
+    return objects
 
 
 def _what(store: Store, old: str, new: dict[str, torch.Tensor]) -> str:
     """Returns which artifact is there, whole: "old", "new" or "none"."""
-    there = names_at(store.server, store.url)
+    there = store.names()
     assert "notes.txt" in there
     if not {SINGLE, INDEX} & there:
         assert not old
@@ -88,8 +71,8 @@ def _export_with_fault(
     number: int,
     how: str,
     tries: int,
-) -> Request | None:
-    """Exports while one request fails, and asserts what must hold. Returns that request."""
+) -> bool:
+    """Exports while one request fails, and asserts what must hold. Returns whether it came."""
     old, kind = kinds
     new = tensors_of(2, KINDS[kind][0])
     store.reset(objects)
@@ -100,7 +83,7 @@ def _export_with_fault(
     store.proxy.heal()
     if number >= len(requests):
         assert error is None
-        return None
+        return False
     hit, what = requests[number], _what(store, old, new)
     where = f"{how} of {number}, {hit.kind} {hit.key}, {tries} tries: {error!r}, {what}"
     print(where)
@@ -110,21 +93,21 @@ def _export_with_fault(
         assert what == ("old" if old else "none"), where
     if tries and how in LOST:
         assert error is None, where
-    is_orphan = hit.kind == "create_upload" and how in AFTER
     if store.server.has_aborts:
+        is_orphan = hit.kind == "create_upload" and how in AFTER
         assert len(store.server.uploads(store.url)) == is_orphan, where
-    there = names_at(store.server, store.url)
-    if hit.kind == "delete_many" or isinstance(error, OutcomeUnknownError):
-        return hit
-    used = exported(store.server, store.url)[1] if what == "new" else set(objects)
-    assert there == {"notes.txt", *used}, where
-    return hit
+    if hit.kind != "delete_many" and not isinstance(error, OutcomeUnknownError):
+        used = exported(store.server, store.url)[1] if what == "new" else set(objects)
+        assert store.names() == {"notes.txt", *used}, where
+    return True
 
 
-def _sweep(store: Store, seed: int, kinds: tuple[str, str], hows: Any, tries: Any) -> None:
+def _sweep(
+    store: Store, seed: int, kinds: tuple[str, str], fault: Callable[[], tuple[str, int]]
+) -> None:
     objects = _prepared(store, kinds[0])
     for number in spread(200, seed):
-        if _export_with_fault(store, kinds, objects, number, hows(), tries()) is None:
+        if not _export_with_fault(store, kinds, objects, number, *fault()):
             break
     assert number > 2
 
@@ -135,64 +118,61 @@ def test_fault_of_any_request_of_an_export_leaves_one_artifact_whole(
 ) -> None:
     """A sample: one fault a request."""
     draw = random.Random(seed)
-    hows, tries = (*LOST, *REFUSED), (0, _TRIES)
-    _sweep(store, seed, kinds, lambda: draw.choice(hows), lambda: draw.choice(tries))
+    _sweep(store, seed, kinds, lambda: (draw.choice([*LOST, *REFUSED]), draw.choice([0, _TRIES])))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tries", [0, _TRIES])
-@pytest.mark.parametrize("how", [*LOST, *REFUSED])
+@pytest.mark.parametrize("how", ["reset", "lost_answer", "done_500", *REFUSED])
 @pytest.mark.parametrize("kinds", EXPORTS, ids="-".join)
 def test_every_fault_of_every_request_of_an_export_leaves_one_artifact_whole(
-    store: Store, seed: int, kinds: tuple[str, str], how: str, tries: int
+    store: Store, seed: int, kinds: tuple[str, str], how: str
 ) -> None:
-    _sweep(store, seed, kinds, lambda: how, lambda: tries)
+    for tries in (0, _TRIES):
+        _sweep(store, seed, kinds, lambda tries=tries: (how, tries))
 
 
 # ---- Faults that stay ---------------------------------------------------------------------------
 
+_LAST = {"shards": INDEX, "single": SINGLE}  # kind -> whose PUT ends an export
+
 
 @pytest.mark.parametrize("how", ["reset", "lost_answer"])
-@pytest.mark.parametrize("kinds", [("shards", "shards"), ("single", "single")], ids="-".join)
+@pytest.mark.parametrize("kind", _LAST)
 def test_unknown_outcome_of_the_last_put_leaves_what_either_outcome_needs(
-    store: Store, kinds: tuple[str, str], how: str
+    store: Store, kind: str, how: str
 ) -> None:
-    objects = _prepared(store, kinds[0])
-    new = tensors_of(2)
+    objects, new = _prepared(store, kind), tensors_of(2)
 
     def fall_silent(_: Request) -> str:
         store.proxy.fail("any", "reset", times=None)
         return how
 
-    store.reset(objects)
-    store.proxy.hook("put_object", fall_silent, key=INDEX if kinds[1] == "shards" else SINGLE)
+    store.proxy.hook("put_object", fall_silent, key=_LAST[kind])
     with retries(0), pytest.raises(OutcomeUnknownError, match="its outcome is unknown"):
-        export(new, store.url, kinds[1])
+        export(new, store.url, kind)
     store.proxy.heal()
-    assert _what(store, kinds[0], new) == ("old" if how == "reset" else "new")
-    assert set(objects) <= names_at(store.server, store.url)
+    assert _what(store, kind, new) == ("old" if how == "reset" else "new")
+    assert set(objects) <= store.names()
 
 
-@pytest.mark.parametrize("kinds", [("shards", "shards"), ("single", "single")], ids="-".join)
+@pytest.mark.parametrize("kind", _LAST)
 def test_put_that_nobody_answers_is_not_forgotten_when_the_next_is_refused(
-    store: Store, kinds: tuple[str, str]
+    store: Store, kind: str
 ) -> None:
     """It may be done later: what it needs has to be there then."""
-    objects = _prepared(store, kinds[0])
+    objects = _prepared(store, kind)
 
     def lost(_: Request) -> str:
         store.proxy.fail("put_object", "403", times=None)
         return "reset"
 
-    store.reset(objects)
-    last = INDEX if kinds[1] == "shards" else SINGLE
-    store.proxy.hook("put_object", lost, key=last)
+    store.proxy.hook("put_object", lost, key=_LAST[kind])
     with retries(0), pytest.raises(OutcomeUnknownError, match="its outcome is unknown"):
-        export(tensors_of(2), store.url, kinds[1])
+        export(tensors_of(2), store.url, kind)
     store.proxy.heal()
-    assert _what(store, kinds[0], tensors_of(2)) == "old"
-    if kinds[1] == "shards":
-        late = [name for name in names_at(store.server, store.url) if name not in objects]
+    assert _what(store, kind, tensors_of(2)) == "old"
+    if kind == "shards":
+        late = store.names() - set(objects)
         assert late and all(name.endswith(".safetensors") for name in late)
 
 
@@ -210,8 +190,7 @@ def test_source_that_fails_aborts_the_upload(store: Store, kind: str) -> None:
         assert isinstance(error, StorageError) and "-ckpt/__0_0" in str(error.path)
         store.proxy.heal()
         assert _what(store, "shards", new) == "old"
-        assert names_at(store.server, store.url) == set(objects)
-        assert not store.server.uploads(store.url) or not store.server.has_aborts
+        assert store.names() == set(objects) and store.has_no_upload()
         export(ckpt, store.url, kind)
         assert _what(store, "shards", new) == "new"
 
@@ -229,19 +208,17 @@ def test_interrupt_aborts_the_upload(store: Store, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(LiveSource, "fill", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export(tensors_of(2, LARGE_NUMEL), store.url, "parts")
-    assert objects_at(store.server, store.url) == objects
-    assert not store.server.uploads(store.url) or not store.server.has_aborts
+    assert store.objects() == objects and store.has_no_upload()
     assert not [one for one in threading.enumerate() if one.name.startswith("dcpx-upload")]
 
 
 def test_failed_removal_of_the_old_single_file_says_so(store: Store) -> None:
-    objects = _prepared(store, "single")
-    store.reset(objects)
+    _prepared(store, "single")
     store.proxy.fail("delete_many", "403", times=None)
     with retries(0):
         error = error_of(lambda: export(tensors_of(2), store.url, "shards"))
     assert isinstance(error, StorageError) and str(error.path).endswith(SINGLE)
     store.proxy.heal()
     assert _what(store, "single", tensors_of(2)) == "old"  # loaders take it first
-    store.server.delete(f"{store.url}/{SINGLE}")
+    store.delete(SINGLE)
     assert _what(store, "single", tensors_of(2)) == "new"

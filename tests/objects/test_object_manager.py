@@ -1,18 +1,23 @@
-"""CheckpointManager in a store: what it keeps, removes, resumes, pins, and lists."""
+"""A manager's root in a store: its requests, and what removed, failed and killed saves leave there.
+
+What it keeps, resumes and refuses as anywhere: tests/contracts/test_managers.py.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+import errno
+from pathlib import Path
 
 import pytest
 import torch
-from object_managers import manager_of, names, resumed, save_steps
+from object_outcomes import bucket_of, retries
+from object_roots import HOUR, Root, manager_of, resumed, save_steps
+from support.object_fixture import s3_alone
+from support.object_proxy import FaultProxy
+from support.object_server import ObjectServer
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
-    CheckpointManager,
-    ConcurrentSaveError,
     DcpxReader,
     NotCommittedError,
     OptionError,
@@ -21,46 +26,114 @@ from torch_dcpx import (
     UnsupportedError,
     WriteOptions,
 )
+from torch_dcpx.checkpoint.same_directory import Place
+from torch_dcpx.integrity.leftovers import find_leftovers, remove_leftovers
 from torch_dcpx.manager import resume
-from torch_dcpx.manager.store_root import StoreRoot
+from torch_dcpx.storage import object_place
 from torch_dcpx.storage.object_store import Bucket
+from torch_dcpx.storage.object_url import location_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from support.object_server import ObjectServer
-
-HOUR = 3600.0
+LEFT = "__1_0.0123456789ab.distcp"
 
 
-def test_manager_saves_lists_resumes_and_keeps_the_last(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
+def test_requests_of_a_save_and_a_resume(
+    root: Root, proxy: FaultProxy, object_server: ObjectServer
 ) -> None:
-    manager = manager_of(object_prefix, keep_last=2)
-    assert manager.resume(state={"x": torch.zeros(40)}).is_fresh
-    assert (manager.latest(), manager.tags()) == (None, [])
-    for step in range(1, 5):
-        save_steps(manager, step, user_content={"epoch": step}, metrics={"loss": 1.0})
-        later[0] += HOUR
-    assert manager.tags() == ["step-3", "step-4"]
-    assert manager.latest() == "step-4"
-    assert names(object_server, object_prefix, "step-1") == set()
-    assert names(object_server, object_prefix, "step-2") == {".dcpx.deleted", "data"}
-    assert names(object_server, object_prefix, "step-3") == {".metadata", "data"}
-    other = manager_of(object_prefix)
-    state = {"x": torch.zeros(40)}
-    info = other.resume(state=state)
-    assert (info.tag, info.step, info.user_content) == ("step-4", 4, {"epoch": 4})
-    assert info.metrics == {"loss": 1.0} and state["x"].tolist() == [4.0] * 40
-    assert resumed(other, tag=3) == 3
+    """As docs/howto/object_stores.md counts them."""
+    data = [*["head data"] * (object_server.scheme == "az"), "get data", "get data"]
+    manager = root.manager()
+    save_steps(manager, 1, 2)
+    proxy.clear()
+    save_steps(manager, 3)
+    assert asked(proxy) == [
+        "head .dcpx.pin",  # is there something that a save must not replace?
+        "get newest",  # has another job been here?
+        "head .metadata",
+        "head .metadata",  # does it replace one?
+        "put .dcpx.lock",
+        "put data",
+        "get newest",  # the tag is noted ...
+        "put newest",
+        "head .dcpx.pin",
+        "put .metadata",  # ... committed ...
+        "delete_many",
+        "head .metadata",
+        "get .metadata",
+        "get newest",  # ... and pointed to
+        "put newest",
+        *["list"] * 4,  # behind it: what may go of the root and of each checkpoint
+    ]
+    proxy.clear()
+    resumed(root.manager())
+    assert asked(proxy) == [
+        "get newest",
+        "list",  # is it whole?
+        "get .metadata",
+        *["get .metadata", *data],  # the manager's record
+        "list",  # may something be newer than what the pointer names?
+        "head .metadata",
+        *["get .metadata", *data],  # the load
+    ]
+
+
+def asked(proxy: FaultProxy) -> list[str]:
+    """Returns the requests that have come, in order."""
+    found = []
+    for one in proxy.requests():
+        name = one.key.rpartition("/")[2]
+        name = "data" if name.endswith(".distcp") else name
+        found.append(f"{one.kind.removesuffix('_object')} {name}".strip())
+    return found
+
+
+def test_what_a_root_in_a_store_does_not_take(root: Root, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="grace_s must be None"):
+        manager_of(str(tmp_path), grace_s=1.0)
+    with pytest.raises(OptionError, match=r"read_options\.endpoint"):
+        root.manager(
+            options=WriteOptions(endpoint="http://a:1"),
+            read_options=ReadOptions(endpoint="http://b:1"),
+        )
+    with pytest.raises(UnsupportedError, match="'gs://b/run' is a URL"):
+        manager_of("gs://b/run")
+    with pytest.raises(UnsupportedError, match=r"tag='.*://.*a' goes on with a query"):
+        root.manager().save("a?b", state={"x": 1})
+    assert root.manager().latest() is None
+
+
+def test_endpoint_is_that_of_the_options(root: Root, object_endpoint: str, tmp_path: Path) -> None:
+    manager = root.manager(options=WriteOptions(endpoint=object_endpoint))
+    save_steps(manager, 1, 2)
+    assert resumed(manager) == 2
+    assert not manager.dry_run(lambda name: name, tag=1).dropped
+    manager.save(7, model=torch.nn.Linear(3, 2))
+    assert manager.export(7, tmp_path / "out").tensors == 2
+
+
+def test_endpoints_tell_places_apart_but_not_what_lies_beneath() -> None:
+    one, other = (location_of("s3://b/run", f"http://{host}:1") for host in ("a", "b"))
+    assert Place(one, False).digest != Place(other, False).digest
+    assert Place(one, False).digest == Place(location_of("s3://b/run", "http://a:1"), False).digest
+    plain = location_of("s3://b/run")
+    assert (plain / "x").is_relative_to(one) and plain.is_relative_to(one)
+    assert not location_of("s3://b/running").is_relative_to(one)
+    assert not Path("run").is_relative_to("s3://b/run")
+
+
+def test_later_checkpoint_of_no_manager_is_told(root: Root) -> None:
+    save_steps(root.manager(), 100)
+    for name in ("step-90", "step-200"):
+        dcpx.save({"state": {"x": torch.ones(40)}}, f"{root.url}/{name}", no_dist=True)
+    info = root.manager().resume(state={"x": torch.zeros(40)})
+    assert (info.tag, [tag for tag, _ in info.skipped]) == ("step-100", ["step-200"])
 
 
 @pytest.mark.parametrize("count", [1, 9])
 def test_resume_chooses_again_when_another_job_removes_what_it_has_chosen(
-    object_prefix: str, monkeypatch: pytest.MonkeyPatch, count: int
+    root: Root, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    manager, other, removed = manager_of(object_prefix), manager_of(object_prefix), []
+    """A directory refuses to remove what is being read; nobody knows that of objects."""
+    manager, other, removed = root.manager(), root.manager(), list[str]()
     save_steps(other, *range(1, 11))
     reader = resume.quiet_reader
 
@@ -82,24 +155,17 @@ def test_resume_chooses_again_when_another_job_removes_what_it_has_chosen(
         assert resumed(manager) == 1
 
 
-def test_async_saves_of_a_manager(object_prefix: str) -> None:
-    with CheckpointManager(object_prefix, no_dist=True, keep_last=1) as manager:
-        handles = [manager.save(step, state={"x": torch.ones(9)}) for step in (1, 2, 3)]
-        assert [handle.result().checkpoint_id for handle in handles] == [
-            f"{object_prefix}/step-{step}" for step in (1, 2, 3)
-        ]
-    assert manager_of(object_prefix).tags() == ["step-3"]
+# ---- The grace ----------------------------------------------------------------------------------
 
 
-def test_data_of_a_removed_checkpoint_stay_for_the_grace(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
-) -> None:
-    manager = manager_of(object_prefix, keep_last=1, grace_s=100)
+def test_data_of_a_removed_checkpoint_stay_for_the_grace(root: Root, later: list[float]) -> None:
+    manager = root.manager(keep_last=1, grace_s=100)
     save_steps(manager, 1)
-    with dcpx.open_checkpoint(f"{object_prefix}/step-1") as reader:
+    with dcpx.open_checkpoint(f"{root.url}/step-1") as reader:
         save_steps(manager, 2)
+        assert root.kinds("step-1") == {".dcpx.deleted", "data"}
         with pytest.raises(NotCommittedError):
-            dcpx.load_tensors(f"{object_prefix}/step-1")
+            dcpx.load_tensors(f"{root.url}/step-1")
         later[0] = 97.0
         save_steps(manager, 3)
         assert reader["state.x"][...].tolist() == [1.0] * 40
@@ -107,17 +173,18 @@ def test_data_of_a_removed_checkpoint_stay_for_the_grace(
         save_steps(manager, 4)
         with pytest.raises(StorageError, match="No such file"):
             reader["state.x"][...]
-    assert names(object_server, object_prefix, "step-1") == set()
+    assert root.kinds("step-1") == set()
+    assert root.kinds("step-4") == {".metadata", "data"}
 
 
 def test_tag_that_is_saved_again_while_its_data_wait_is_whole(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
+    root: Root, later: list[float]
 ) -> None:
-    manager = manager_of(object_prefix, keep_last=1)
+    manager = root.manager(keep_last=1)
     save_steps(manager, 1, 2)
-    assert ".metadata" not in names(object_server, object_prefix, "step-1")
+    assert ".metadata" not in root.kinds("step-1")
     save_steps(manager, 1)  # the newest now
-    assert names(object_server, object_prefix, "step-1") == {".metadata", "data", ".dcpx.deleted"}
+    assert root.kinds("step-1") == {".metadata", "data", ".dcpx.deleted"}
     manager.pin(1)  # `.dcpx.deleted` is of another one
     manager.unpin(1)
     later[0] = HOUR
@@ -125,192 +192,146 @@ def test_tag_that_is_saved_again_while_its_data_wait_is_whole(
     assert manager.tags() == ["step-2"]
     later[0] = 3 * HOUR
     save_steps(manager, 3)
-    assert names(object_server, object_prefix, "step-1") == set()
+    assert root.kinds("step-1") == set()
     assert resumed(manager) == 3
 
 
-def test_rules_of_steps_metrics_and_pins(object_prefix: str, later: list[float]) -> None:
-    manager = manager_of(object_prefix, keep_every=4, keep_best=("loss", "min", 1), grace_s=0)
-    save_steps(manager, 1, metrics={"loss": 5.0})
-    manager.pin(1)
-    for step, loss in ((2, 0.5), (3, 0.9), (4, 3.0), (5, 2.0), (6, 1.0)):
-        save_steps(manager, step, metrics={"loss": loss})
-    assert manager.tags() == ["step-1", "step-2", "step-4", "step-6"]
-    with pytest.raises(UnsupportedError, match="it is pinned; unpin it first"):
-        manager.delete(1)
-    with pytest.raises(UnsupportedError, match="it is pinned"):
-        manager.save(1, state={"x": torch.zeros(2)})
-    manager.unpin(1)
-    manager.delete(1)
-    assert manager.tags() == ["step-2", "step-4", "step-6"]
-    manager.delete(6)
-    assert manager.latest() == "step-4"
-    manager.delete(2)
-    with pytest.raises(UnsupportedError, match="the last whole checkpoint"):
-        manager.delete(4)
-    with pytest.raises(NotCommittedError):
-        manager.pin(6)
-
-
-def after_put(patch: pytest.MonkeyPatch, name: str, call: Callable[[], None]) -> None:
-    """Has `call` run once, when an object of this name has been put."""
-    put, calls = Bucket.put_again, [call]
-
-    def put_then(self: Bucket, key: str, body: bytes) -> None:
-        put(self, key, body)
-        if key.endswith(f"/{name}") and calls:
-            calls.pop()()
-
-    patch.setattr(Bucket, "put_again", put_then)
-
-
-def test_of_a_pin_and_a_removal_at_once_one_sees_the_other(
-    object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+def test_objects_of_a_killed_save_and_probes_go_after_the_grace_and_lost_metadata_keep_theirs(
+    root: Root, later: list[float]
 ) -> None:
-    manager, other = manager_of(object_prefix), manager_of(object_prefix)
-    save_steps(manager, 1, 2)
-    refused: list[str] = []
-
-    def remove() -> None:
-        with pytest.raises(UnsupportedError, match="it is pinned"):
-            other.delete(1)
-        refused.append("remove")
-
-    def pin() -> None:
-        with pytest.raises(ConcurrentSaveError, match="it is being deleted"):
-            other.pin(1)
-        refused.append("pin")
-
-    with monkeypatch.context() as patch:
-        after_put(patch, ".dcpx.pin", remove)
-        manager.pin(1)
-    assert names(object_server, object_prefix, "step-1") == {".metadata", "data", ".dcpx.pin"}
-    manager.unpin(1)
-    with monkeypatch.context() as patch:
-        after_put(patch, ".dcpx.deleted", pin)
-        manager.delete(1)
-    assert refused == ["remove", "pin"]
-    assert names(object_server, object_prefix, "step-1") == {".dcpx.deleted", "data"}
-
-
-@pytest.mark.parametrize("damage", ["gone", "torn"])
-def test_pointer_that_is_gone_or_torn_is_found_anew(
-    object_prefix: str,
-    object_server: ObjectServer,
-    damage: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    save_steps(manager_of(object_prefix), 1, 2)
-    pointer = f"{object_prefix}/newest"
-    assert json.loads(object_server.get(pointer))["tag"] == "step-2"
-    object_server.remove(pointer)
-    if damage == "torn":
-        object_server.put(pointer, b"{")
-    assert resumed(manager_of(object_prefix)) == 2
-    assert ("is of no use" in caplog.text) == (damage == "torn")
-    save_steps(manager_of(object_prefix), 3)
-    assert json.loads(object_server.get(pointer))["tag"] == "step-3"
-    assert resumed(manager_of(object_prefix)) == 3
-
-
-def test_later_commit_of_another_job_stays_in_the_pointer(
-    object_prefix: str, object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager, other = manager_of(object_prefix), manager_of(object_prefix)
+    root.put("step-9/__0_0.0123456789ab.distcp", b"of a save that was killed")
+    root.put("step-9/.dcpx.lock", b"")
+    for place in ("", "final/", "step-1/"):
+        root.put(f"{place}.dcpx.probe.0123456789ab", b"1")
+    manager = root.manager(keep_last=2)
     save_steps(manager, 1)
-    save_steps(other, 2)
-    real = StoreRoot._found
-
-    def raced(root: StoreRoot) -> Any:
-        """Another job replaces the pointer between the read and the PUT."""
-        found = real(root)
-        monkeypatch.setattr(StoreRoot, "_found", real)
-        save_steps(other, 4, 5)
-        return found
-
-    def note_committed(*arguments: Any) -> None:
-        monkeypatch.setattr(StoreRoot, "_found", raced)
-        note(*arguments)
-
-    note = manager._root.note_committed
-    monkeypatch.setattr(manager._root, "note_committed", note_committed)
-    save_steps(manager, 3)
-    pointer = json.loads(object_server.get(f"{object_prefix}/newest"))
-    assert pointer["tag"] == "step-5"
-    assert resumed(manager_of(object_prefix)) == 5
+    root.put("step-8/__0_0.0123456789ab.distcp", b"whose metadata somebody has deleted")
+    root.put(f"step-1/{LEFT}", b"of a killed re-save")
+    assert root.kinds("step-9") == {"data", ".dcpx.lock"}
+    later[0] = 2 * HOUR
+    save_steps(manager, 2)
+    assert root.kinds("step-9") == set() and root.kinds("step-8") == {"data"}
+    assert len(root.names("step-1")) == 2
+    assert not [name for name in root.names() if "probe" in name]
+    assert manager.tags() == ["step-1", "step-2"]
 
 
-def test_damaged_newest_is_passed_over_and_noted(
-    object_prefix: str, object_server: ObjectServer, later: list[float]
+def test_lost_metadata_keep_their_data_whatever_marks_lie_there(
+    root: Root, later: list[float]
 ) -> None:
-    manager = manager_of(object_prefix, keep_last=1)
+    """A mark of another save, or of a removal before, says nothing of this checkpoint."""
+    every = root.manager()
+    save_steps(every, 1, 2, 3)
+    every.delete(2)
+    save_steps(every, 2)  # beside `.dcpx.deleted` of the one before
+    every._root.files.begin_save("step-1")  # of a save that was killed
+    root.delete("step-1/.metadata", "step-2/.metadata")
+    assert root.kinds("step-1") == {".dcpx.lock", "data"}
+    assert root.kinds("step-2") == {".dcpx.deleted", "data"}
+    before = {step: root.names(f"step-{step}") for step in (1, 2)}
+    later[0] = 2 * HOUR
+    save_steps(root.manager(keep_last=5, allow_fresh=True), 4)
     for step in (1, 2):
-        manager_of(object_prefix).save(step, state={"x": torch.full((90_000,), float(step))})
-    (key,) = (k for k in object_server.keys(f"{object_prefix}/step-2") if "distcp" in k)
-    url = f"{object_server.root}/{key}"
-    content = object_server.get(url)
-    values = torch.full((90_000,), 2.0).numpy().tobytes()
-    assert content.count(values) == 1
-    object_server.put(url, content.replace(values, values[:-4] + b"\1" + values[-3:]))
-    state = {"x": torch.zeros(90_000)}
-    info = manager.resume(state=state)
-    assert info.tag == "step-1" and torch.equal(state["x"], torch.ones(90_000))
-    ((tag, file, _),) = info.passed_over
-    assert (tag, file) == ("step-2", url)
-    assert json.loads(object_server.get(f"{object_prefix}/newest"))["damaged"]
-    with pytest.raises(UnsupportedError, match="not damaged"):
-        manager.delete(1)
+        assert [n for n in root.names(f"step-{step}") & before[step] if n.endswith(".distcp")]
 
 
-def test_checkpoint_that_lost_an_object_is_skipped(
-    object_prefix: str, object_server: ObjectServer, caplog: pytest.LogCaptureFixture
+def test_save_that_failed_is_no_reason_against_a_fresh_start(
+    root: Root, proxy: FaultProxy, later: list[float]
 ) -> None:
-    save_steps(manager_of(object_prefix), 1, 2)
-    for key in object_server.keys(f"{object_prefix}/step-2"):
-        if key.endswith(".distcp"):
-            object_server.remove(f"{object_server.root}/{key}")
-    manager = manager_of(object_prefix)
-    assert resumed(manager) == 1
-    assert "skipped checkpoint 'step-2'" in caplog.text
-    assert manager.tags() == ["step-1"]
+    proxy.fail("put_object", "403", times=None, key="distcp")
+    with pytest.raises(StorageError):
+        save_steps(root.manager(), 1)
+    proxy.heal()
+    assert root.names() == {"step-1/.dcpx.lock"}
+    manager = root.manager()
+    assert manager.resume(state={"x": torch.zeros(40)}).is_fresh
+    later[0] = 2 * HOUR
+    save_steps(manager, 2)
+    assert root.kinds("step-1") == set()
 
 
-def test_root_with_parts_of_a_save_alone_is_no_fresh_start(
-    object_prefix: str, object_server: ObjectServer
+# ---- gc and removals ----------------------------------------------------------------------------
+
+
+def test_leftovers_are_listed_and_removed_when_they_are_old(root: Root, later: list[float]) -> None:
+    save_steps(root.manager(), 1)
+    root.put(f"step-1/{LEFT}", b"12345")
+    root.put("step-1/.dcpx.probe.0123456789ab", b"1")
+    place = location_of(f"{root.url}/step-1")
+    found = find_leftovers(place)
+    assert found.is_committed and found.files == {LEFT: 5, ".dcpx.probe.0123456789ab": 1}
+    assert remove_leftovers(place).files == {}
+    later[0] = 24 * HOUR
+    assert remove_leftovers(place).files == found.files
+    assert root.kinds("step-1") == {".metadata", "data"}
+    assert remove_leftovers(place, 0.0).files == {}
+
+
+def test_leftovers_of_a_removed_checkpoint_stay_for_the_grace_of_its_removal_and_marks_go_last(
+    root: Root, later: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    object_server.put(f"{object_prefix}/logs/a.txt", b"x")
-    object_server.put(f"{object_prefix}/notes.txt", b"x")
-    assert manager_of(object_prefix).resume(state={"x": torch.zeros(4)}).is_fresh
-    object_server.put(f"{object_prefix}/step-1/__0_0.distcp", b"x")
-    with pytest.raises(NotCommittedError, match="none of 1 entry is a whole checkpoint"):
-        manager_of(object_prefix).resume(state={"x": torch.zeros(4)})
-    manager = manager_of(object_prefix, allow_fresh=True)
-    assert manager.resume(state={"x": torch.zeros(4)}).is_fresh
-    save_steps(manager_of(f"{object_prefix}/run"), 1)
-    with pytest.raises(NotCommittedError, match="it is a checkpoint itself"):
-        manager_of(f"{object_prefix}/run/step-1").resume(state={"x": torch.zeros(4)})
+    save_steps(root.manager(keep_last=1), 1, 2)
+    place = location_of(f"{root.url}/step-1")
+    found = find_leftovers(place)
+    assert found.is_removed and set(found.files) >= {".dcpx.deleted"}
+    real, unlink_all = Bucket.listing, object_place.ObjectPlace.unlink_all
+    removed: list[list[str]] = []
+
+    def as_old(self: Bucket, prefix: str) -> object:
+        """The data were put two days before the removal."""
+        listing = real(self, prefix)
+        objects = {
+            name: one._replace(modified_s=one.modified_s - 48 * HOUR * name.endswith(".distcp"))
+            for name, one in listing.objects.items()
+        }
+        return listing._replace(objects=objects)
+
+    def noted(self: object_place.ObjectPlace, files: list[str]) -> None:
+        removed.append(list(files))
+        unlink_all(self, removed[-1])
+
+    monkeypatch.setattr(Bucket, "listing", as_old)
+    monkeypatch.setattr(object_place.ObjectPlace, "unlink_all", noted)
+    assert remove_leftovers(place).files == {}
+    later[0] = 25 * HOUR
+    assert remove_leftovers(place).files == found.files
+    assert root.kinds("step-1") == set()
+    data, marks = (each for each in removed if each)
+    assert marks == [".dcpx.deleted"] and all(name.endswith(".distcp") for name in data)
+    assert set(found.files) == {*data, *marks}
 
 
-def test_what_a_root_in_a_store_does_not_take(object_prefix: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="grace_s must be None: a directory has locks"):
-        manager_of(str(tmp_path), grace_s=1.0)
-    with pytest.raises(OptionError, match=r"read_options\.endpoint"):
-        manager_of(
-            object_prefix,
-            options=WriteOptions(endpoint="http://a:1"),
-            read_options=ReadOptions(endpoint="http://b:1"),
-        )
-    with pytest.raises(UnsupportedError, match="'gs://b/run' is a URL"):
-        manager_of("gs://b/run")
-    manager = manager_of(object_prefix)
-    with pytest.raises(UnsupportedError, match=r"tag='.*://.*a' goes on with a query"):
-        manager.save("a?b", state={"x": 1})
-    assert manager.latest() is None
+def test_object_that_is_gone_hides_no_refusal_of_another_in_the_batch(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, key = bucket_of(root.url)
+    gone, kept = f"{key}/gone", f"{key}/kept"
+    bucket.put(kept, [b"1"])
+
+    def delete(_store: object, keys: list[str]) -> None:
+        if keys[0] == gone:  # as obstore of a batch on Azure: its first error is told, alone
+            raise FileNotFoundError(keys[0])
+        raise bucket._obstore.exceptions.PermissionDeniedError(keys[0])
+
+    monkeypatch.setattr(bucket._obstore, "delete", delete)
+    with pytest.raises(StorageError, match=r"PermissionDeniedError: .*/kept") as caught:
+        bucket.delete([gone, kept])
+    assert caught.value.errno == errno.EACCES
+    bucket.delete([gone])
 
 
-def test_endpoint_is_that_of_the_options(object_prefix: str, object_endpoint: str) -> None:
-    manager = manager_of(object_prefix, options=WriteOptions(endpoint=object_endpoint))
-    save_steps(manager, 1, 2)
-    assert resumed(manager) == 2
-    dropped = manager.dry_run(lambda name: name, tag=1).dropped
-    assert not dropped
+@s3_alone
+def test_store_that_removes_no_objects_by_one_request_is_asked_for_each(
+    root: Root, proxy: FaultProxy
+) -> None:
+    """As some gateways; it is asked for all of them once."""
+    for number in range(3):
+        root.put(str(number), b"1")
+    proxy.fail("delete_many", "501", times=None)
+    with retries(1):
+        bucket, key = bucket_of(root.url)
+        bucket.delete([f"{key}/{number}" for number in range(2)])
+        assert proxy.count("delete_many") == 2  # obstore's own repetition
+        bucket.delete([f"{key}/2", f"{key}/none"])
+    assert (proxy.count("delete_many"), proxy.count("delete")) == (2, 4)
+    assert root.names() == set()

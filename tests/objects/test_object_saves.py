@@ -1,64 +1,43 @@
-"""Saves to a store, and loads of them: by every entry point, and by other people's readers."""
+"""Saves to a store, and loads of them: by how many requests, by others' readers, while it changes.
+
+That a state comes back bit for bit by every door: tests/contracts/test_checkpoints.py.
+"""
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fake_cuda.fake import FakeCuda
+from object_outcomes import MIB, Store, bucket_of, load, retries, save, state_of
 from support.chunked import Box, chunked
+from support.device_states import DRIVERS, everywhere, moved, odd_state, on_host, use_driver
+from support.machine import seconds
 from support.object_fixture import s3_alone
+from support.object_proxy import FaultProxy
+from support.object_requests import Request
 from support.states import assert_same, blank_like, mixed_state
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
-    CorruptionError,
-    DcpxLoadPlanner,
+    _C,
     DcpxReader,
     DcpxSavePlanner,
     DcpxWriter,
-    NotCommittedError,
     OptionError,
+    RankError,
     ReadOptions,
     StorageError,
     WriteOptions,
 )
 
-if TYPE_CHECKING:
-    from support.object_proxy import FaultProxy
-    from support.object_server import ObjectServer
-
-MIB = 1 << 20
 SMALL = WriteOptions(host_memory_bytes=24 * MIB)  # parts of 5 MiB
-
-
-def by_dcp(state: dict[str, Any], url: str) -> None:
-    dcp.save(state, storage_writer=DcpxWriter(url), planner=DcpxSavePlanner(), no_dist=True)
-
-
-def by_stock_planner(state: dict[str, Any], url: str) -> None:
-    dcp.save(state, checkpoint_id=url, storage_writer=DcpxWriter("unused"), no_dist=True)
-
-
-def by_async_save(state: dict[str, Any], url: str) -> None:
-    report = dcpx.async_save(state, url).result()
-    assert report.checkpoint_id == url
-
-
-def in_parts(state: dict[str, Any], url: str) -> None:
-    dcpx.save(state, url, options=SMALL)
-
-
-SAVES: dict[str, Callable[[dict[str, Any], str], object]] = {
-    "dcpx.save": dcpx.save,
-    "async_save": by_async_save,
-    "dcp.save": by_dcp,
-    "checkpoint_id": by_stock_planner,
-    "parts": in_parts,
-}
 
 
 def loaded(state: dict[str, Any], url: str, **options: Any) -> dict[str, Any]:
@@ -79,52 +58,33 @@ def large_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("by", SAVES)
-def test_state_comes_back_bit_for_bit_and_again_after_a_second_save(
-    object_prefix: str, object_server: ObjectServer, by: str
-) -> None:
-    for seed in range(2):
-        state = large_state(seed)
-        SAVES[by](state, object_prefix)
-        assert_same(state, loaded(state, object_prefix))
-    target = blank_like(state)
-    reader = DcpxReader(object_prefix)
-    dcp.load(target, storage_reader=reader, planner=DcpxLoadPlanner(), no_dist=True)
-    assert_same(state, target)
-    names = [key.rpartition("/")[2] for key in object_server.keys(object_prefix)]
-    assert len(names) == 2 and ".metadata" in names  # those of the first save are gone
-    assert object_server.uploads(object_prefix) == []
-
-
 @s3_alone
-@pytest.mark.parametrize("by", ["dcpx.save", "parts"])
-def test_stocks_and_amazons_readers_read_it(
-    object_prefix: str, object_server: ObjectServer, by: str
-) -> None:
+@pytest.mark.parametrize("options", [WriteOptions(), SMALL], ids=["save", "parts"])
+def test_stocks_and_amazons_readers_read_it(store: Store, options: WriteOptions) -> None:
     from s3torchconnector import S3ClientConfig
     from s3torchconnector.dcp import S3StorageReader
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     state = large_state()
-    SAVES[by](state, object_prefix)
+    dcpx.save(state, store.url, options=options)
     amazons = S3StorageReader(
-        "us-east-1", object_prefix, s3client_config=S3ClientConfig(force_path_style=True)
+        "us-east-1", store.url, s3client_config=S3ClientConfig(force_path_style=True)
     )
-    amazons.fs._client._endpoint = object_server.url
-    for reader in (FsspecReader(object_prefix), amazons):
+    amazons.fs._client._endpoint = store.server.url
+    for reader in (FsspecReader(store.url), amazons):
         target = blank_like(state)
         dcp.load(target, storage_reader=reader, no_dist=True)
         assert_same(state, target)
 
 
 @s3_alone
-def test_what_stock_wrote_is_read(object_prefix: str) -> None:
+def test_what_stock_wrote_is_read(store: Store) -> None:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     state = large_state()
-    dcp.save(state, storage_writer=FsspecWriter(object_prefix), no_dist=True)
-    assert_same(state, loaded(state, object_prefix))
-    assert_same(state, loaded(state, object_prefix, host_memory_bytes=MIB, slot_bytes=MIB // 4))
+    dcp.save(state, storage_writer=FsspecWriter(store.url), no_dist=True)
+    assert_same(state, loaded(state, store.url))
+    assert_same(state, loaded(state, store.url, host_memory_bytes=MIB, slot_bytes=MIB // 4))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +98,15 @@ def test_what_stock_wrote_is_read(object_prefix: str) -> None:
     ],
     ids=["files", "file per item", "slots", "in place", "slots of the default"],
 )
-def test_however_it_is_cut_it_is_the_same(object_prefix: str, made: dict[str, Any]) -> None:
-    state = large_state()
-    writer = DcpxWriter(object_prefix, **made)
-    dcpx.save(state, storage_writer=writer)
-    assert_same(state, loaded(state, object_prefix))
+def test_however_it_is_cut_it_is_the_same(store: Store, made: dict[str, Any]) -> None:
+    writer = DcpxWriter(store.url, **made)
+    for seed in range(2):
+        state = large_state(seed)
+        dcpx.save(state, storage_writer=writer)
+        assert_same(state, loaded(state, store.url))
     assert writer.last_report is not None
     assert writer.last_report.slot_bytes <= writer.options.resolved_upload_bytes() // 4 * 3
+    assert store.has_no_upload()
 
 
 class DoublingPlanner(DcpxSavePlanner):
@@ -158,40 +120,15 @@ class DoublingPlanner(DcpxSavePlanner):
         return data * 2 if isinstance(data, torch.Tensor) else data
 
 
-def test_temporaries_of_a_planner_may_go_before_they_are_uploaded(object_prefix: str) -> None:
+def test_temporaries_of_a_planner_may_go_before_they_are_uploaded(store: Store) -> None:
     g = torch.Generator().manual_seed(3)
     state = {str(i): torch.randn(500_000 + i, generator=g) for i in range(30)}
-    writer = DcpxWriter(object_prefix, options=SMALL)
+    writer = DcpxWriter(store.url, options=SMALL)
     dcp.save(state, storage_writer=writer, planner=DoublingPlanner(), no_dist=True)
-    target = loaded(state, object_prefix)
-    assert_same({key: value * 2 for key, value in state.items()}, target)
+    assert_same({key: value * 2 for key, value in state.items()}, loaded(state, store.url))
 
 
-def test_progress_ends_with_what_is_stored(object_prefix: str) -> None:
-    told: list[tuple[int, int]] = []
-    options = WriteOptions(
-        host_memory_bytes=24 * MIB, progress=lambda done, total: told.append((done, total))
-    )
-    dcpx.save(large_state(), object_prefix, options=options)
-    assert told[0][0] == 0 and told[-1][0] == told[-1][1] > 0
-    assert told == sorted(told) and len({done for done, _ in told}) == len(told)
-
-
-def test_flipped_bit_names_tensor_object_and_range(
-    object_prefix: str, object_server: ObjectServer
-) -> None:
-    state = {"a": torch.arange(1 << 20), "b": torch.arange(1 << 18)}
-    dcpx.save(state, object_prefix)
-    (key,) = [key for key in object_server.keys(object_prefix) if key.endswith(".distcp")]
-    data = bytearray(object_server.get(key))
-    at = data.index((1000).to_bytes(8, "little"), 100)
-    data[at] ^= 1
-    object_server.put(key, bytes(data))
-    with pytest.raises(CorruptionError, match="block checksum") as caught:
-        loaded(state, object_prefix)
-    error = caught.value
-    assert error.fqn in ("a", "b") and error.path == f"{object_server.root}/{key}"
-    assert error.offset is not None and error.offset <= at < error.offset + (error.nbytes or 0)
+# ---- Requests -----------------------------------------------------------------------------------
 
 
 def ranges(proxy: FaultProxy) -> list[int]:
@@ -201,19 +138,17 @@ def ranges(proxy: FaultProxy) -> list[int]:
 
 
 @s3_alone  # where a footer's range is known by its form
-def test_rows_cost_what_they_hold_and_columns_whole_blocks(
-    object_prefix: str, object_proxy: FaultProxy
-) -> None:
+def test_rows_cost_what_they_hold_and_columns_whole_blocks(store: Store, proxy: FaultProxy) -> None:
     whole = torch.arange(4096 * 1024).reshape(4096, 1024)  # 32 MiB
-    dcpx.save({"w": whole}, object_prefix)
-    object_proxy.clear()
-    rows = read_box(object_prefix, Box((1024, 0), (1024, 1024)))  # 8 MiB
+    dcpx.save({"w": whole}, store.url)
+    proxy.clear()
+    rows = read_box(store.url, Box((1024, 0), (1024, 1024)))  # 8 MiB
     assert torch.equal(rows, whole[1024:2048])
-    assert sum(ranges(object_proxy)) <= 1.1 * rows.nbytes
-    object_proxy.clear()
-    columns = read_box(object_prefix, Box((0, 3), (64, 2)))
+    assert sum(ranges(proxy)) <= 1.1 * rows.nbytes
+    proxy.clear()
+    columns = read_box(store.url, Box((0, 3), (64, 2)))
     assert torch.equal(columns, whole[0:64, 3:5])
-    assert sum(ranges(object_proxy)) <= 64 * 8192 + 2 * (64 << 10) + 4096
+    assert sum(ranges(proxy)) <= 64 * 8192 + 2 * (64 << 10) + 4096
 
 
 def read_box(url: str, box: Box) -> torch.Tensor:
@@ -224,78 +159,188 @@ def read_box(url: str, box: Box) -> torch.Tensor:
     return part
 
 
-def test_requests_are_those_that_the_page_counts(
-    object_prefix: str, object_proxy: FaultProxy, object_server: ObjectServer
-) -> None:
+def test_requests_are_those_that_the_page_counts(store: Store, proxy: FaultProxy) -> None:
     state = {"w": torch.randn(1000, 100), "step": 1}
-    dcpx.save(state, f"{object_prefix}/probe")
-    object_proxy.clear()
-    dcpx.save(state, f"{object_prefix}/a")
-    kinds = [one.kind for one in object_proxy.requests()]
-    assert sorted(kinds) == sorted(["head_object"] + ["put_object"] * 2)
-    object_proxy.clear()
-    dcpx.save(state, f"{object_prefix}/a")
-    kinds = [one.kind for one in object_proxy.requests()]
-    more = ["get_object", "list", "delete_many"]
-    assert sorted(kinds) == sorted(["head_object"] + ["put_object"] * 2 + more)
-    object_proxy.clear()
-    loaded(state, f"{object_prefix}/a")
-    sizes = ["head_object"] * (object_server.scheme == "az")
-    assert [one.kind for one in object_proxy.requests()] == [
-        "get_object",
-        *sizes,
-        *["get_object"] * 2,
-    ]
+    dcpx.save(state, f"{store.url}/probe")
+    for more in ([], ["get_object", "list", "delete_many"]):
+        proxy.clear()
+        dcpx.save(state, f"{store.url}/a")
+        kinds = [one.kind for one in proxy.requests()]
+        assert sorted(kinds) == sorted(["head_object"] + ["put_object"] * 2 + more)
+    proxy.clear()
+    loaded(state, f"{store.url}/a")
+    sizes = ["head_object"] * (store.server.scheme == "az")
+    kinds = [one.kind for one in proxy.requests()]
+    assert kinds == ["get_object", *sizes, "get_object", "get_object"]
 
 
-def test_nothing_is_there_before_the_first_save(object_prefix: str) -> None:
-    with pytest.raises(NotCommittedError, match="holds no committed checkpoint"):
-        dcpx.load({"w": torch.zeros(1)}, object_prefix)
-
-
-def test_too_little_memory_is_told_before_a_request(
-    object_prefix: str, object_proxy: FaultProxy
-) -> None:
+def test_too_little_memory_is_told_before_a_request(store: Store, proxy: FaultProxy) -> None:
     options = WriteOptions(host_memory_bytes=23 * MIB)
     with pytest.raises(OptionError, match="26214400 B are enough"):
-        dcpx.save({"w": torch.zeros(1)}, object_prefix, options=options)
-    assert object_proxy.count("create_upload") == 0
-    assert not [one for one in object_proxy.requests() if one.key.endswith(".distcp")]
+        dcpx.save({"w": torch.zeros(1)}, store.url, options=options)
+    assert proxy.count("create_upload") == 0
+    assert not [one for one in proxy.requests() if one.key.endswith(".distcp")]
 
 
-def test_tensors_and_weights_are_read_by_name(
-    object_prefix: str, object_server: ObjectServer, tmp_path: Path
+# ---- A save that is stopped ---------------------------------------------------------------------
+
+
+def test_cancelled_save_aborts_its_upload_and_leaves_the_old_checkpoint(
+    store: Store, proxy: FaultProxy
 ) -> None:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(300, 200)
-    state = {**model.state_dict(), "step": 7}
-    dcpx.save(state, f"{object_prefix}/ours")
-    dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
-    for file in (tmp_path / "stock").iterdir():
-        object_server.put(f"{object_prefix}/stock/{file.name}", file.read_bytes())
-    for name in ("ours", "stock"):
-        url = f"{object_prefix}/{name}"
-        assert_same({"bias": model.bias.detach()}, dcpx.load_tensors(url, "bias"))
-        with dcpx.open_checkpoint(url) as opened:
-            assert torch.equal(opened["weight"][5:9, ::3], model.weight[5:9, ::3])
-            assert opened.objects["step"] == 7
-            assert opened.path == url
-        blank = torch.nn.Linear(300, 200, device="meta")
-        dcpx.load_pretrained(blank, url)
-        assert_same(model.state_dict(), blank.state_dict())
+    old = store.saved({"w": torch.zeros(3)})
+    has_come, may_go = threading.Event(), threading.Event()
+
+    def hold(_: Request) -> None:
+        has_come.set()
+        assert may_go.wait(seconds(120))
+
+    proxy.hook("upload_part", hold, times=None)
+    handle = dcpx.async_save({"w": torch.ones(4 * MIB)}, store.url, options=SMALL)
+    assert has_come.wait(seconds(120))
+    assert handle.cancel()
+    may_go.set()
+    with pytest.raises((StorageError, RankError), match="cancelled"):
+        handle.result(seconds(120))
+    proxy.heal()
+    assert store.objects() == old and store.has_no_upload()
 
 
-def test_stocks_objects_that_are_replaced_while_they_are_open_are_an_error(
-    object_prefix: str, object_server: ObjectServer, tmp_path: Path
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "when all is stored"])
+def test_progress_that_raises_leaves_nothing(store: Store, is_late: bool) -> None:
+    def report(done_bytes: int, total_bytes: int) -> None:
+        if done_bytes == total_bytes or (done_bytes and not is_late):
+            raise KeyError("enough")
+
+    options = WriteOptions(host_memory_bytes=24 * MIB, progress=report)
+    with pytest.raises(KeyError, match="enough"):
+        dcpx.save({str(i): torch.ones(MIB) for i in range(8)}, store.url, options=options)
+    assert store.names() == set() and store.has_no_upload()
+
+
+# ---- What is replaced while it is read ----------------------------------------------------------
+
+
+def test_load_during_which_another_save_commits_gets_one_checkpoint_whole(
+    store: Store, proxy: FaultProxy
 ) -> None:
-    for seed in range(2):
-        dcp.save({"w": torch.full((9,), seed)}, checkpoint_id=tmp_path / str(seed), no_dist=True)
-    files = [{file.name: file.read_bytes() for file in (tmp_path / n).iterdir()} for n in "01"]
-    for name, data in files[0].items():
-        object_server.put(f"{object_prefix}/{name}", data)
-    with dcpx.open_checkpoint(object_prefix) as opened:
-        assert opened["w"][0] == 0
-        for name, data in files[1].items():
-            object_server.put(f"{object_prefix}/{name}", data)
+    """The other one commits before each of the load's requests, the first included: the load then
+    begins anew.
+    """
+    old_state, new_state = state_of(1, 1_500_000), state_of(2, 1_500_000)  # three ranges
+    old = store.saved(old_state)
+    proxy.clear()
+    load(old_state, store.url)
+    steps = []
+    for number in range(proxy.count()):
+        store.put_all(old)
+        proxy.heal()
+        proxy.hook("get_object", lambda _: save(new_state, store.url), skip=number)
+        found = load(old_state, store.url)
+        assert_same(old_state if found["step"] == 1 else new_state, found)
+        steps.append(found["step"])
+        assert_same(new_state, load(new_state, store.url))
+    assert steps[:2] == [2, 2], steps
+    proxy.heal()
+
+
+def test_stocks_file_that_is_replaced_under_its_name_during_a_load_is_read_anew(
+    store: Store, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """No checksum would tell: the store does, by the ETag."""
+    state, other = state_of(1, 300_000), state_of(2, 300_000)
+    for folder, each in (("old", state), ("new", other)):
+        dcp.save(each, checkpoint_id=tmp_path / folder, no_dist=True)
+    store.put_folder(tmp_path / "old")
+    name = "__0_0.distcp"
+    proxy.hook("get_object", lambda _: store.put(name, (tmp_path / "new" / name).read_bytes()),
+               key=name, skip=1)  # fmt: skip
+    with retries(0):
+        assert_same(other, load(state, store.url))
+    assert proxy.count("get_object", name) >= 2
+    with dcpx.open_checkpoint(store.url) as opened:
+        assert opened.objects["step"] == 2
+        store.put_folder(tmp_path / "old")
         with pytest.raises(StorageError, match="was replaced while it was loaded"):
-            opened["w"][0]
+            opened["weight"][0]
+
+
+# ---- Answers that are not what was asked for ----------------------------------------------------
+
+BODY = bytes(range(200))
+WANTED = {"get": BODY, "get_end": BODY[-50:], "get_begin": BODY[:50], "get_range": BODY[20:60]}
+
+
+class Answer:
+    """An answer of obstore, with other bytes or another range."""
+
+    def __init__(self, found: Any, change: str) -> None:
+        self.meta = found.meta
+        begin, end = found.range
+        body = bytes(found.bytes())
+        if change == "short":
+            body = body[:-1]
+        self.range = (begin, end) if change == "short" else (begin + 1, end + 1)
+        self.bytes = lambda: body
+
+
+@pytest.mark.parametrize("change", ["short", "range"])
+@pytest.mark.parametrize("name", WANTED)
+@s3_alone
+def test_answer_that_was_not_asked_for_is_repeated(
+    name: str, change: str, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with retries(None):
+        bucket, key = bucket_of(f"{store.url}/a")
+        bucket.put(key, [BODY])
+        tag = bucket.head(key)
+        assert tag is not None
+        reads: dict[str, Callable[[], bytes]] = {
+            "get": lambda: bytes(bucket.get(key).body),
+            "get_end": lambda: bytes(bucket.get_end(key, 50).body),
+            "get_begin": lambda: bytes(bucket.get_begin(key, 50).body),
+            "get_range": lambda: bytes(bucket.get_range(key, tag[1], 20, 60)),
+        }
+        true_get, wrong = bucket._obstore.get, [False, True]
+
+        def get(*args: Any, **more: Any) -> Any:
+            found = true_get(*args, **more)
+            return Answer(found, change) if wrong.pop() else found
+
+        monkeypatch.setattr(bucket._obstore, "get", get)
+        assert reads[name]() == WANTED[name]
+        assert not wrong
+        wrong[:] = [True] * 3
+        with pytest.raises(StorageError, match="the answer has") as caught:
+            reads[name]()
+        assert caught.value.errno == errno.EIO
+
+
+# ---- Devices, on the fake driver ----------------------------------------------------------------
+
+
+@pytest.fixture
+def device(fake_device_memory: FakeCuda, fake_cuda: FakeCuda) -> FakeCuda:
+    """The fake's memory is device memory, and its driver is asked for anew."""
+    _C.forget_device_driver()
+    return fake_cuda
+
+
+@pytest.mark.parametrize("memory_mib", [24, 64])
+@pytest.mark.parametrize(("version", "has_kernel"), DRIVERS)
+def test_state_on_devices_is_saved_and_loaded_bit_for_bit(
+    device: FakeCuda, store: Store, seed: int, version: int, has_kernel: bool, memory_mib: int
+) -> None:
+    use_driver(device, version, has_kernel)
+    expected = odd_state(seed)
+    options = WriteOptions(workers=3, slot_bytes=256 << 10, host_memory_bytes=memory_mib * MIB)
+    writer = DcpxWriter(store.url, options=options)
+    dcp.save(moved(device, expected, everywhere), storage_writer=writer, no_dist=True)
+    assert writer.last_report is not None
+    assert writer.last_report.slot_bytes <= memory_mib * MIB // 4 * 3
+    assert_same(expected, loaded(expected, store.url))
+    del expected["expanded"], expected["repeated"]  # no memory to load them into
+    state = moved(device, blank_like(expected), everywhere)
+    reader = DcpxReader(store.url, options=ReadOptions(host_memory_bytes=4 * MIB))
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert_same(expected, on_host(device, state))

@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from object_outcomes import MIB, Store
 from support.machine import seconds
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
-from support.object_server import ObjectServer
-from support.ranks import run_cases
+from support.rank_fixture import StartRanks
 from support.slow_link import SlowLink
 from support.stopped_store import stopped
+from support.warm import warm_parent
 
 import torch_dcpx as dcpx
 from torch_dcpx import OutcomeUnknownError, ReadOptions, StorageError, WriteOptions
@@ -33,8 +35,6 @@ from torch_dcpx._waiting import ANSWER_THREAD
 
 pytestmark = s3_alone
 
-WORKER = Path(__file__).with_name("object_stopped_worker.py")
-MIB = 1 << 20
 TIMEOUT_S = 2.0
 WRITE = WriteOptions(save_timeout_s=TIMEOUT_S)
 READ = ReadOptions(load_timeout_s=TIMEOUT_S)
@@ -63,11 +63,11 @@ STEPS = {  # where it stops: a kind of request, and whose
 
 
 @pytest.fixture
-def old(object_prefix: str, object_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
+def old(store: Store, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix with a checkpoint beneath it."""
-    dcpx.save(LARGE, f"{object_prefix}/old")
+    dcpx.save(LARGE, f"{store.url}/old")
     monkeypatch.setenv("DCPX_LOAD_TIMEOUT_S", str(TIMEOUT_S))
-    return object_prefix
+    return store.url
 
 
 def assert_unanswered(error: BaseException, url: str, option: str) -> None:
@@ -85,10 +85,10 @@ def assert_works(url: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_call_to_a_stopped_store_raises_at_its_deadline(
-    name: str, old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, name: str, old: str
 ) -> None:
     option = "save_timeout_s" if name in ("save", "async_save", "export") else "load_timeout_s"
-    with stopped(object_proxy), pytest.raises(StorageError) as caught:
+    with stopped(proxy), pytest.raises(StorageError) as caught:
         CALLS[name](old)
     assert_unanswered(caught.value, old, option)
     assert_works(old)
@@ -96,10 +96,10 @@ def test_call_to_a_stopped_store_raises_at_its_deadline(
 
 @pytest.mark.parametrize("step", STEPS)
 def test_store_that_stops_within_a_call_ends_it_at_its_deadline(
-    step: str, old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, step: str, old: str
 ) -> None:
     kind, name = STEPS[step]
-    with stopped(object_proxy, kind), pytest.raises(StorageError) as caught:
+    with stopped(proxy, kind), pytest.raises(StorageError) as caught:
         CALLS[name](old)
     assert_unanswered(caught.value, old, f"{name}_timeout_s")
     assert_works(old)
@@ -130,9 +130,9 @@ def small_requests(url: str) -> Iterator[threading.Thread]:
     [("get_object", "/old/__", "load"), ("upload_part", "/new/", "save")],
 )
 def test_object_that_is_stuck_ends_a_call_though_small_requests_are_answered(
-    kind: str, key: str, name: str, old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, kind: str, key: str, name: str, old: str
 ) -> None:
-    with stopped(object_proxy, kind, key), small_requests(old) as others:
+    with stopped(proxy, kind, key), small_requests(old) as others:
         with pytest.raises(StorageError) as caught:
             CALLS[name](old)
         assert others.is_alive()
@@ -141,13 +141,13 @@ def test_object_that_is_stuck_ends_a_call_though_small_requests_are_answered(
 
 
 def test_store_that_is_stopped_ends_a_call_while_bytes_move_to_another_one(
-    old: str, object_proxy: FaultProxy, object_server: ObjectServer
+    store: Store, proxy: FaultProxy, old: str
 ) -> None:
-    link = SlowLink(object_server.url, 300_000)
+    link = SlowLink(store.server.url, 300_000)
     other = WriteOptions(endpoint=link.url)
     handle = dcpx.async_save({"w": torch.arange(MIB // 2)}, f"{old}/other", options=other)  # 14 s
     try:
-        with stopped(object_proxy), pytest.raises(StorageError) as caught:
+        with stopped(proxy), pytest.raises(StorageError) as caught:
             CALLS["load"](old)
         assert not handle.done()
         assert_unanswered(caught.value, old, "load_timeout_s")
@@ -158,9 +158,9 @@ def test_store_that_is_stopped_ends_a_call_while_bytes_move_to_another_one(
 
 
 def test_commit_that_a_stopped_store_does_not_answer_is_of_unknown_outcome(
-    old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, old: str
 ) -> None:
-    with stopped(object_proxy, "put_object", ".metadata"), pytest.raises(OutcomeUnknownError) as e:
+    with stopped(proxy, "put_object", ".metadata"), pytest.raises(OutcomeUnknownError) as e:
         CALLS["save"](old)
     assert "no answer for" in str(e.value) and f"{old}/new/.metadata" in str(e.value)
     assert_works(old)
@@ -168,9 +168,9 @@ def test_commit_that_a_stopped_store_does_not_answer_is_of_unknown_outcome(
 
 @pytest.mark.parametrize("name", ["save", "load"])
 def test_call_goes_on_when_a_store_that_was_stopped_is_back(
-    name: str, old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, name: str, old: str
 ) -> None:
-    with stopped(object_proxy) as goes_on:
+    with stopped(proxy) as goes_on:
         back = threading.Timer(TIMEOUT_S / 4, goes_on.set)
         back.start()
         CALLS[name](old)
@@ -180,7 +180,7 @@ def test_call_goes_on_when_a_store_that_was_stopped_is_back(
 
 @pytest.mark.parametrize("name", ["save", "load", "ls", "export"])
 def test_control_c_ends_a_call_to_a_stopped_store_at_once(
-    name: str, old: str, object_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    proxy: FaultProxy, name: str, old: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DCPX_LOAD_TIMEOUT_S", "1000")
     calls = {
@@ -189,13 +189,13 @@ def test_control_c_ends_a_call_to_a_stopped_store_at_once(
         "export": lambda: dcpx.export(EXPORT, f"{old}/exported"),
         "ls": lambda: dcpx.ls(old),
     }
-    begun = object_proxy.count()
+    begun = proxy.count()
 
     def press() -> None:
-        object_proxy.wait("", begun + 1)
+        proxy.wait("", begun + 1)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with stopped(object_proxy):
+    with stopped(proxy):
         presser = threading.Thread(target=press)
         presser.start()
         with pytest.raises(KeyboardInterrupt):
@@ -204,19 +204,19 @@ def test_control_c_ends_a_call_to_a_stopped_store_at_once(
     assert_works(old)
 
 
-def test_control_c_ends_an_upload_to_a_stopped_store(old: str, object_proxy: FaultProxy) -> None:
+def test_control_c_ends_an_upload_to_a_stopped_store(proxy: FaultProxy, old: str) -> None:
     """Also the removal of what was there by then: the option's bound is 1800 s."""
     pressed_at, has_ended = [0.0], threading.Event()
 
     def press() -> None:
-        object_proxy.wait("upload_part")
-        with stopped(object_proxy):
+        proxy.wait("upload_part")
+        with stopped(proxy):
             pressed_at[0] = time.monotonic()
             os.kill(os.getpid(), signal.SIGINT)
             has_ended.wait(seconds(120))
 
-    object_proxy.clear()
-    with stopped(object_proxy, "upload_part"):
+    proxy.clear()
+    with stopped(proxy, "upload_part"):
         presser = threading.Thread(target=press)
         presser.start()
         with pytest.raises(KeyboardInterrupt):
@@ -229,21 +229,21 @@ def test_control_c_ends_an_upload_to_a_stopped_store(old: str, object_proxy: Fau
 
 
 def test_control_c_aborts_an_upload_that_the_store_takes_its_time_to_begin(
-    old: str, object_proxy: FaultProxy, object_server: ObjectServer
+    store: Store, proxy: FaultProxy, old: str
 ) -> None:
     def press(_: Request) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.4)  # longer than what tidies up waits
 
-    object_proxy.hook("create_upload", press)
+    proxy.hook("create_upload", press)
     with pytest.raises(KeyboardInterrupt):
         dcpx.save(LARGE, f"{old}/new")
     give_up_at = time.monotonic() + seconds(60)
     while any(one.name.startswith("dcpx-upload") for one in threading.enumerate()):
         assert time.monotonic() < give_up_at
         time.sleep(0.05)
-    assert object_proxy.count("abort_upload") == 1
-    assert object_server.uploads(f"{old}/new") == []
+    assert proxy.count("abort_upload") == 1
+    assert store.server.uploads(f"{old}/new") == []
 
 
 def manager_of(url: str) -> dcpx.CheckpointManager:
@@ -251,10 +251,10 @@ def manager_of(url: str) -> dcpx.CheckpointManager:
 
 
 def test_managers_calls_to_a_stopped_store_raise_at_their_deadlines(
-    object_prefix: str, object_proxy: FaultProxy
+    store: Store, proxy: FaultProxy
 ) -> None:
     model = torch.nn.Linear(4, 4)
-    manager = manager_of(object_prefix)
+    manager = manager_of(store.url)
     manager.save(1, model=model).result()
     manager.wait()
     calls: list[tuple[str, Callable[[], object]]] = [
@@ -263,16 +263,16 @@ def test_managers_calls_to_a_stopped_store_raise_at_their_deadlines(
         ("load_timeout_s", manager.tags),
     ]
     for option, call in calls:
-        with stopped(object_proxy), pytest.raises(StorageError) as caught:
+        with stopped(proxy), pytest.raises(StorageError) as caught:
             call()
-        assert_unanswered(caught.value, f"{object_prefix}/run", option)
-    with stopped(object_proxy):
+        assert_unanswered(caught.value, f"{store.url}/run", option)
+    with stopped(proxy):
         manager.close()
-    assert manager_of(object_prefix).resume(model=model).step == 1
+    assert manager_of(store.url).resume(model=model).step == 1
 
 
-def test_saves_in_the_background_end_by_wait_and_close(old: str, object_proxy: FaultProxy) -> None:
-    with stopped(object_proxy, "upload_part"):
+def test_saves_in_the_background_end_by_wait_and_close(proxy: FaultProxy, old: str) -> None:
+    with stopped(proxy, "upload_part"):
         dcpx.async_save(LARGE, f"{old}/new", options=WRITE)
         with pytest.raises(StorageError) as caught:
             dcpx.wait()
@@ -281,10 +281,7 @@ def test_saves_in_the_background_end_by_wait_and_close(old: str, object_proxy: F
     assert_works(old)
 
 
-@pytest.fixture
-def process(object_proxy: FaultProxy, object_prefix: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that saves in the background, and waits for a line."""
-    program = """
+_PROGRAM = """
 import sys, torch, torch_dcpx as dcpx
 manager = dcpx.CheckpointManager(sys.argv[1] + "/run")
 manager.save(1, model=torch.nn.Linear(4, 4)).result()
@@ -292,43 +289,40 @@ handle = dcpx.async_save({"w": torch.arange(3 << 20)}, sys.argv[1] + "/new")
 print("saves", flush=True)
 sys.stdin.readline()
 """
-    environment = os.environ | object_proxy.environment() | {"DCPX_EXIT_TIMEOUT_S": "2"}
-    with stopped(object_proxy, "upload_part"):
-        child = subprocess.Popen(
-            [sys.executable, "-c", program, object_prefix],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+
+
+def test_interpreter_ends_while_a_store_is_stopped(store: Store, proxy: FaultProxy) -> None:
+    environment = os.environ | {"DCPX_EXIT_TIMEOUT_S": "2"}
+    pipe: Any = subprocess.PIPE
+    with stopped(proxy, "upload_part"), subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, store.url],
+        stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment,
+    ) as child:  # fmt: skip
         try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "saves\n", child.communicate()
-            object_proxy.wait("upload_part")
-            with stopped(object_proxy):
-                yield child
+            assert child.stdout is not None and child.stdout.readline() == "saves\n"
+            proxy.wait("upload_part")
+            with stopped(proxy):
+                began = time.monotonic()
+                _, problems = child.communicate("end\n", timeout=seconds(60))
+                took_s = time.monotonic() - began
         finally:
             child.kill()
-            child.communicate()
-
-
-def test_interpreter_ends_while_a_store_is_stopped(process: subprocess.Popen[str]) -> None:
-    began = time.monotonic()
-    _, problems = process.communicate("end\n", timeout=seconds(60))
-    took_s = time.monotonic() - began
-    assert process.returncode == 0, problems
-    assert "still saves to" in problems
+    assert child.returncode == 0 and "still saves to" in problems, problems
     # 2 s of DCPX_EXIT_TIMEOUT_S, and once, not for each thing that is given up, LAST_WAIT_S.
     assert took_s < 2 + LAST_WAIT_S + seconds(2), problems
 
 
 def test_sigterm_ends_a_process_that_waits_for_a_stopped_store(
-    process: subprocess.Popen[str],
+    store: Store, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    process.terminate()
-    process.wait(timeout=seconds(60))
-    assert process.returncode == -signal.SIGTERM
+    with stopped(proxy, "upload_part"), (tmp_path / "out").open("w") as out:
+        child = warm_parent().start(["-c", _PROGRAM, store.url], out, out, env=os.environ)
+        try:
+            proxy.wait("upload_part")
+            os.kill(child.pid, signal.SIGTERM)
+            assert child.wait(seconds(60)) == -signal.SIGTERM
+        finally:
+            child.kill()
 
 
 def waiting() -> list[threading.Thread]:
@@ -339,9 +333,9 @@ def waiting() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("name", ["load", "ls"])
 def test_threads_that_a_stopped_store_keeps_are_daemons_and_end_once_it_answers(
-    name: str, old: str, object_proxy: FaultProxy
+    proxy: FaultProxy, name: str, old: str
 ) -> None:
-    with stopped(object_proxy):
+    with stopped(proxy):
         with pytest.raises(StorageError):
             CALLS[name](old)
         left = waiting()
@@ -351,14 +345,38 @@ def test_threads_that_a_stopped_store_keeps_are_daemons_and_end_once_it_answers(
         assert not thread.is_alive()
 
 
+# ---- Ranks --------------------------------------------------------------------------------------
+
+
+def of_rank() -> dict[str, torch.Tensor]:
+    return {f"w{dist.get_rank()}": torch.arange(3000)}
+
+
+def save_and_load(url: str) -> None:
+    dcpx.save(of_rank(), f"{url}/old", options=WriteOptions(save_timeout_s=4))
+    dcpx.load(of_rank(), f"{url}/old", options=ReadOptions(load_timeout_s=4))
+
+
+def raise_unanswered(url: str, names: list[str]) -> None:
+    write, read = WriteOptions(save_timeout_s=4), ReadOptions(load_timeout_s=4)
+    calls = {
+        "load": lambda: dcpx.load(of_rank(), f"{url}/old", options=read),
+        "save": lambda: dcpx.save(of_rank(), f"{url}/new", options=write),
+    }
+    for name in names:
+        with pytest.raises(StorageError) as caught:
+            calls[name]()
+        assert caught.value.errno == errno.ETIMEDOUT, repr(caught.value)
+        assert f"'{url}/" in str(caught.value) and "no answer for 3 s" in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_all_ranks_raise_with_the_url_where_a_store_is_stopped(
-    object_prefix: str, object_proxy: FaultProxy, object_server: ObjectServer, tmp_path: Path
+    store: Store, proxy: FaultProxy, ranks: StartRanks
 ) -> None:
-    run_cases(WORKER, 2, "save", tmp_path, object_prefix)
-    for kind, key in (("any", ""), ("put_object", "/new/__1_")):
-        with stopped(object_proxy, kind, key):
-            case = "all_hang" if kind == "any" else "one_hangs"
-            run_cases(WORKER, 2, case, tmp_path, object_prefix)
-    run_cases(WORKER, 2, "save", tmp_path, object_prefix)
+    ranks(2)(save_and_load, store.url)
+    for kind, key, names in (("any", "", ["load", "save"]), ("put_object", "/new/__1_", ["save"])):
+        with stopped(proxy, kind, key):
+            ranks(2)(raise_unanswered, store.url, names)
+    ranks(2)(save_and_load, store.url)

@@ -17,6 +17,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,17 +125,24 @@ def forget_roots() -> None:
     root_lock._over.clear()
 
 
-@pytest.fixture
-def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
-    enter(monkeypatch, object_server.environment())
+@contextmanager
+def used_prefix(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yields a URL under which nothing is, `s3://bucket/random`; the environment can use it."""
+    enter(monkeypatch, server.environment())
     # A test counts its requests: none are a thread's.
     for name in ("_RENEW_S", "_GONE_S"):
         monkeypatch.setattr(root_lock, name, 1e6)
-    prefix = f"{object_server.root}/{secrets.token_hex(8)}"
+    prefix = f"{server.root}/{secrets.token_hex(8)}"
     yield prefix
     forget_roots()
-    object_server.remove(prefix)
+    server.remove(prefix)
+
+
+@pytest.fixture
+def object_prefix(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A URL under which nothing is, `s3://bucket/random`, and the environment to use it."""
+    with used_prefix(object_server, monkeypatch) as prefix:
+        yield prefix
 
 
 @pytest.fixture

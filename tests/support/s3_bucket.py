@@ -293,7 +293,8 @@ class Bucket:
     def ListObjectsV2(self, request: Request) -> Answer:
         query, bucket = request.query, f"{request.bucket}/"
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        after, token = query.get("start-after", ""), query.get("continuation-token", "")
+        after = query.get("start-after", "")
+        token = bytes.fromhex(query.get("continuation-token", "")).decode()
         limit = min(int(query.get("max-keys", 1000)), 1000)
         names: dict[str, Stored | None] = {}  # None: a common prefix
         with self._lock:
@@ -319,7 +320,8 @@ class Bucket:
         text += f"<KeyCount>{len(names)}</KeyCount><MaxKeys>{limit}</MaxKeys>"
         text += f"<IsTruncated>{str(is_truncated).lower()}</IsTruncated>"
         if is_truncated:
-            text += f"<NextContinuationToken>{escape(list(names)[-1])}</NextContinuationToken>"
+            token = list(names)[-1].encode().hex()
+            text += f"<NextContinuationToken>{token}</NextContinuationToken>"
         for name, found in names.items():
             if found is None:
                 text += f"<CommonPrefixes><Prefix>{written(name)}</Prefix></CommonPrefixes>"

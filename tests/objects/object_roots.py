@@ -1,4 +1,4 @@
-"""A root in a store before and after a manager's call that met a fault.
+"""Managers beneath a URL, and a root before and after a manager's call that met a fault.
 
 `base` makes one with all that a manager may meet; a test puts it back before each point of a sweep.
 The answers come from the server itself, past every proxy.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from object_managers import manager_of, resumed, save_steps
-from object_outcomes import Store, objects_at, retries
+import torch
+from object_outcomes import Store, retries
 
+from torch_dcpx import CheckpointManager
 from torch_dcpx.metadata.file import decode_file_names
 from torch_dcpx.storage.names import ROOT_LOCK_NAME
 from torch_dcpx.storage.object_store import Bucket
@@ -21,6 +23,23 @@ HOUR = 3600.0
 LOST_DATA = "step-8/__0_0.0123456789ab.distcp"  # of a checkpoint whose metadata somebody has lost
 FOREIGN = {"logs/run.txt": b"x", "notes.txt": b"x"}
 _KILLED = {"step-9/.dcpx.lock": b"", "step-9/__0_0.0123456789ab.distcp": b"x"}
+
+
+def manager_of(url: str, **arguments: Any) -> CheckpointManager:
+    return CheckpointManager(url, no_dist=True, **{"async_save": False, **arguments})
+
+
+def save_steps(manager: CheckpointManager, *steps: int, **more: Any) -> None:
+    for step in steps:
+        manager.save(step, state={"x": torch.full((40,), float(step))}, **more)
+    manager.wait()
+
+
+def resumed(manager: CheckpointManager, **more: Any) -> float:
+    state = {"x": torch.zeros(40)}
+    info = manager.resume(state=state, **more)
+    assert info.tag is not None and len(set(state["x"].tolist())) == 1
+    return float(state["x"][0])
 
 
 @contextmanager
@@ -33,47 +52,49 @@ def clock_ahead(seconds: float) -> Iterator[None]:
 
 
 class Root(Store):
-    """A root on a server, and the proxy before it."""
+    """A root on a server; it may be behind a proxy."""
 
-    def objects(self) -> dict[str, bytes]:
-        """Returns name -> bytes of all objects but the lock, which stays."""
-        found = objects_at(self.server, self.url)
+    def manager(self, **arguments: Any) -> CheckpointManager:
+        return manager_of(self.url, **arguments)
+
+    def names(self, beneath: str = "") -> set[str]:
+        """Returns the names of all objects but the lock, which stays."""
+        return super().names(beneath) - {ROOT_LOCK_NAME}
+
+    def objects(self, beneath: str = "") -> dict[str, bytes]:
+        found = super().objects(beneath)
         found.pop(ROOT_LOCK_NAME, None)
         return found
-
-    def names(self) -> set[str]:
-        return set(self.objects())
 
     def base(self) -> dict[str, bytes]:
         """Returns objects: commits 2 and 3 (the newest), leftovers of 1 (removed) and 9 (killed),
         what is left of 8, and files that are no manager's.
         """
-        self.reset({})
         with retries(0):
-            save_steps(manager_of(self.url, keep_last=2), 1, 2, 3)
+            save_steps(self.manager(keep_last=2), 1, 2, 3)
         found = self.objects()
         assert "step-1/.dcpx.deleted" in found
         return {**found, **FOREIGN, LOST_DATA: b"x" * 9, **_KILLED}
 
     def whole(self) -> set[int]:
         """Returns the steps that are committed; fails unless the data of each are there."""
-        found = self.objects()
-        tags = {name.partition("/")[0] for name in found if name.endswith("/.metadata")}
+        names = self.names()
+        tags = {name.partition("/")[0] for name in names if name.endswith("/.metadata")}
         for tag in tags:
-            named = decode_file_names(found[f"{tag}/.metadata"], self.url)
-            lost = {f"{tag}/{name}" for name in named} - set(found)
+            named = decode_file_names(self.get(f"{tag}/.metadata"), self.url)
+            lost = {f"{tag}/{name}" for name in named} - names
             assert not lost, f"{tag} lacks {lost}"
         return {int(tag.removeprefix("step-")) for tag in tags}
 
     def assert_resumes(self, step: int) -> None:
         """Asserts that the next job begins with this step, by the pointer and without it."""
         with retries(0):
-            assert resumed(manager_of(self.url)) == step
-            pointer = self.objects().get("newest")
-            self.server.delete(f"{self.url}/newest")
-            assert manager_of(self.url).latest() == f"step-{step}"
+            assert resumed(self.manager()) == step
+            pointer = self.get("newest") if "newest" in self.names() else None
+            self.delete("newest")
+            assert self.manager().latest() == f"step-{step}"
             if pointer is not None:
-                self.server.put(f"{self.url}/newest", pointer)
+                self.put("newest", pointer)
 
     def assert_cleans_up(self, keep_last: int) -> None:
         """Asserts that, when the grace is over, the saves of a next job leave what they keep, and
@@ -82,7 +103,7 @@ class Root(Store):
         steps = range(20, 20 + keep_last)
         foreign = self.names() & {*FOREIGN, LOST_DATA}
         with clock_ahead(3 * HOUR), retries(0):
-            manager = manager_of(self.url, keep_last=keep_last)
+            manager = self.manager(keep_last=keep_last)
             save_steps(manager, *steps)
             manager._retention.run()  # as behind one more commit
         own = {f"step-{step}/{name}" for step in steps for name in (".metadata", "data")}
