@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.place_fixture import Place
+from support.small_managers import manager_of, resumed, save_steps
 
 from torch_dcpx import (
     CheckpointManager,
@@ -17,23 +18,6 @@ from torch_dcpx import (
     StorageError,
     UnsupportedError,
 )
-
-
-def manager_of(url: str, **arguments: Any) -> CheckpointManager:
-    return CheckpointManager(url, no_dist=True, **{"async_save": False, **arguments})
-
-
-def save_steps(manager: CheckpointManager, *steps: int, **more: Any) -> None:
-    for step in steps:
-        manager.save(step, state={"x": torch.full((40,), float(step))}, **more)
-    manager.wait()
-
-
-def resumed(manager: CheckpointManager, **more: Any) -> float:
-    state = {"x": torch.zeros(40)}
-    info = manager.resume(state=state, **more)
-    assert info.tag is not None and len(set(state["x"].tolist())) == 1
-    return float(state["x"][0])
 
 
 def blank() -> dict[str, Any]:

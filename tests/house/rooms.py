@@ -63,10 +63,11 @@ PACKAGE_ROOMS: dict[str, set[str]] = {
 }  # fmt: skip
 
 # Folders of tests beside those of the rooms: the ground and csrc through the door, stock DCP and
-# other torches, what goes wrong.
+# other torches, what goes wrong, what each place of checkpoints promises.
 OTHER_TESTS = {
     "base",
     "bench",
+    "contracts",
     "cpp",
     "cuda",
     "dfs",

@@ -1,4 +1,4 @@
-"""Managers beneath a URL, and a root before and after a manager's call that met a fault.
+"""A manager's root, and one before and after a manager's call that met a fault.
 
 `base` makes one with all that a manager may meet; a test puts it back before each point of a sweep.
 The answers come from the server itself, past every proxy.
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from object_outcomes import Store, retries
+from support.small_managers import manager_of, resumed, save_steps
 
 from torch_dcpx import CheckpointManager
 from torch_dcpx.metadata.file import decode_file_names
@@ -23,23 +23,6 @@ HOUR = 3600.0
 LOST_DATA = "step-8/__0_0.0123456789ab.distcp"  # of a checkpoint whose metadata somebody has lost
 FOREIGN = {"logs/run.txt": b"x", "notes.txt": b"x"}
 _KILLED = {"step-9/.dcpx.lock": b"", "step-9/__0_0.0123456789ab.distcp": b"x"}
-
-
-def manager_of(url: str, **arguments: Any) -> CheckpointManager:
-    return CheckpointManager(url, no_dist=True, **{"async_save": False, **arguments})
-
-
-def save_steps(manager: CheckpointManager, *steps: int, **more: Any) -> None:
-    for step in steps:
-        manager.save(step, state={"x": torch.full((40,), float(step))}, **more)
-    manager.wait()
-
-
-def resumed(manager: CheckpointManager, **more: Any) -> float:
-    state = {"x": torch.zeros(40)}
-    info = manager.resume(state=state, **more)
-    assert info.tag is not None and len(set(state["x"].tolist())) == 1
-    return float(state["x"][0])
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from object_outcomes import NEW, OLD, OTHER, Store, bucket_of, retries, save
-from object_roots import manager_of, resumed, save_steps
 from support.object_connection import Connection
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
+from support.small_managers import manager_of, resumed, save_steps
 
 from torch_dcpx import ConcurrentSaveError, OutcomeUnknownError, StorageError, UnsupportedError
 from torch_dcpx.cli.app import app

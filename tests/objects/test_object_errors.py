@@ -11,9 +11,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from object_outcomes import LARGE_NUMEL, Store, bucket_of, retries, save, state_of
-from object_roots import manager_of
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
+from support.small_managers import manager_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import StorageError

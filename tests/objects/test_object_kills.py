@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import pytest
 from object_exports import INDEX, KINDS, SINGLE, export, exported, is_same, tensors_of
 from object_outcomes import LARGE_NUMEL, Store, retries, save, state_of
-from object_roots import Root, save_steps
+from object_roots import Root
 from support.machine import points, seconds, spread
 from support.object_requests import Request
+from support.small_managers import save_steps
 from support.warm import warm_parent
 
 pytestmark = pytest.mark.usefixtures("proxy")
@@ -206,7 +207,7 @@ class Jobs:
             save_steps(root.manager(), 1, 2)
         self._base = root.objects()
         self._code = (
-            "from object_roots import manager_of, resumed, save_steps\n"
+            "from support.small_managers import manager_of, resumed, save_steps\n"
             f"with manager_of({root.url!r}, keep_last=1) as manager:\n"
             "    resumed(manager)\n    save_steps(manager, 3, 4)"
         )

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from object_outcomes import Store, bucket_of, retries
-from object_roots import manager_of, resumed, save_steps
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
+from support.small_managers import manager_of, resumed, save_steps
 
 import torch_dcpx
 from torch_dcpx import StorageError

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from object_outcomes import bucket_of, retries
-from object_roots import HOUR, Root, manager_of, resumed, save_steps
+from object_roots import HOUR, Root
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_server import ObjectServer
+from support.small_managers import manager_of, resumed, save_steps
 
 import torch_dcpx as dcpx
 from torch_dcpx import (

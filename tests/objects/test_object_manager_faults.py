@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from object_outcomes import LOST, REFUSED, error_of, retries
-from object_roots import HOUR, Root, clock_ahead, resumed, save_steps
+from object_roots import HOUR, Root, clock_ahead
 from support.machine import points, spread
 from support.object_fixture import s3_alone
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
+from support.small_managers import resumed, save_steps
 
 from torch_dcpx import CheckpointManager, DcpxError, OutcomeUnknownError, StorageError
 from torch_dcpx.storage.object_store import Bucket

@@ -11,9 +11,10 @@ from functools import partial
 import pytest
 import torch
 from object_outcomes import LatePut, error_of, interrupted, retries, unanswered
-from object_roots import HOUR, Root, clock_ahead, resumed, save_steps
+from object_roots import HOUR, Root, clock_ahead
 from support.object_proxy import FaultProxy
 from support.object_requests import Request
+from support.small_managers import resumed, save_steps
 
 from torch_dcpx import (
     ConcurrentSaveError,

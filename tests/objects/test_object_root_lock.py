@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 import pytest
-from object_roots import Root, resumed, save_steps
+from object_roots import Root
 from support.object_proxy import FaultProxy
+from support.small_managers import resumed, save_steps
 
 from torch_dcpx import ConcurrentSaveError, WriteOptions
 from torch_dcpx.storage import root_lock

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from object_outcomes import Store
-from object_roots import manager_of, save_steps
+from support.small_managers import manager_of, save_steps
 
 import torch_dcpx
 import torch_dcpx.integrity.repair  # whose `publish` no test below replaces

@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from object_outcomes import Store, retries
-from object_roots import manager_of
 from support.object_fixture import enter, s3_alone
+from support.small_managers import manager_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import (
