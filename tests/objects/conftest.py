@@ -42,9 +42,5 @@ def proxy(request: pytest.FixtureRequest, object_proxy: FaultProxy) -> FaultProx
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest, seed: int) -> Callable[[Sequence[Any]], list[Any]]:
     """Gives one of several points that should not differ, by the seed; all with --everything."""
-
-    def choose(given: Sequence[Any]) -> list[Any]:
-        is_all = request.config.getoption("--everything")
-        return list(given) if is_all else [random.Random(seed).choice(given)]
-
-    return choose
+    is_all, draw = request.config.getoption("--everything"), random.Random(seed)
+    return lambda given: list(given) if is_all else [draw.choice(given)]

@@ -225,6 +225,14 @@ def test_files_beside_that_are_there_are_not_replaced_unasked(store: Store, tmp_
     dcpx.export(tensors_of(1), store.url, config=tmp_path, no_dist=True)
 
 
+def test_file_that_is_named_replaces_the_shards_beside_it(store: Store) -> None:
+    store.put("README.md", b"the user's own")
+    export(tensors_of(1), store.url, "shards")
+    export(tensors_of(2), f"{store.url}/{SINGLE}")
+    assert store.names() == {SINGLE, "README.md"}
+    assert_equal(exported(store.server, store.url)[0], tensors_of(2))
+
+
 def test_checkpoint_is_not_exported_over(store: Store) -> None:
     save(tensors_of(1), store.url)
     before = store.objects()

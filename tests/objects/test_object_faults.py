@@ -11,7 +11,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +300,10 @@ def test_many_random_faults_lose_no_checkpoint(store: Store, seed: int, number: 
 
 @pytest.mark.parametrize("written", ["ours", "stock's"])
 def test_fault_of_any_request_of_a_load_is_an_error_or_not_noticed(
-    store: Store, tmp_path: Path, seed: int, written: str
+    store: Store, tmp_path: Path, written: str, chosen: Callable[[Sequence[Any]], list[Any]]
 ) -> None:
     # Stock's files have no checksum that a load compares (docs/explain/guarantees.md).
-    hows, draw = [*LOST, *REFUSED], random.Random(seed)
+    hows = [*LOST, *REFUSED]
     state = state_of(1, 800_000 if written == "ours" else 300_000)  # more than one slot
     if written == "ours":
         store.saved(state)
@@ -315,11 +315,11 @@ def test_fault_of_any_request_of_a_load_is_an_error_or_not_noticed(
     assert_same(state, load(state, store.url))
     count, seen = store.proxy.count(), set()
     assert count >= 3  # metadata, a file's end, payloads
-    for number, how in [(number, how) for number in range(count) for how in hows]:
+    points = [(number, how) for number in range(count) for how in hows]
+    for number, how, tries in [(*one, tries) for one in points for tries in chosen([0, _TRIES])]:
         store.proxy.heal()
         store.proxy.clear()
         store.proxy.fail(number, how)
-        tries = draw.choice([0, _TRIES])
         with retries(tries):
             error, loaded = loaded_or_error(state, store.url)
         hit = store.proxy.requests()[number]

@@ -172,11 +172,8 @@ def test_export_killed_at_a_request_leaves_old_or_new(
     commit = whole.commits(INDEX if kinds[1] == "shards" else SINGLE)[0].number
     assert not whole.was_killed and commit > 0
     before = draw.randrange(commit), draw.random() < 0.5
-    for number, is_done in (
-        before,
-        (commit, draw.random() < 0.5),
-        (len(whole.requests) - 1, False),
-    ):
+    last = len(whole.requests) - 1
+    for number, is_done in (before, (commit, False), (commit, True), (last, False)):
         assert _export_killed_at(store, objects, kinds[1], number, is_done=is_done).was_killed
 
 

@@ -6,6 +6,7 @@ Damage of each kind is named as anywhere: tests/contracts/test_checkpoints.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,12 @@ def test_object_that_goes_while_it_is_summed_is_one_fault_and_others_are_summed(
 
 @pytest.mark.parametrize("written", ["ours", "stock's"])
 def test_fault_of_any_request_is_a_finding_an_error_or_not_noticed(
-    store: Store, proxy: FaultProxy, tmp_path: Path, seed: int, written: str
+    store: Store,
+    proxy: FaultProxy,
+    tmp_path: Path,
+    written: str,
+    chosen: Callable[[Sequence[Any]], list[Any]],
 ) -> None:
-    draw = random.Random(seed)
     if written == "ours":
         saved(store)
     else:
@@ -185,8 +189,8 @@ def test_fault_of_any_request_is_a_finding_an_error_or_not_noticed(
     proxy.clear()
     assert dcpx.verify(store.url, workers=1).ok
     count = proxy.count()
-    for number, how in [(n, how) for n in range(count) for how in (*LOST, *REFUSED)]:
-        tries = draw.choice([0, 3])
+    points = [(number, how) for number in range(count) for how in (*LOST, *REFUSED)]
+    for number, how, tries in [(*one, tries) for one in points for tries in chosen([0, 3])]:
         proxy.heal()
         proxy.clear()
         proxy.fail(number, how)
