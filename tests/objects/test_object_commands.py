@@ -146,19 +146,6 @@ def test_export_and_gc_take_urls(store: Store, tmp_path: Path) -> None:
     assert row["state"] == "removed" and printed("gc", source) == []
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "repair", "doctor"])
-def test_urls_that_are_none_of_ours_are_refused(command: str) -> None:
-    for url, words in (
-        ("s3://bucket", "whole bucket"),
-        ("s3://key:secret@bucket/run", "with a user or a password"),
-        ("s3://bucket/run?versionId=3", "a query"),
-        ("gs://bucket/run", "is a URL"),
-    ):
-        result = dcpx(command, url)
-        assert result.exit_code == 2 and words in result.output, url
-        assert "secret" not in result.output
-
-
 # ---- verify, cat, diff --------------------------------------------------------------------------
 
 

@@ -125,10 +125,17 @@ def test_url_with_more_than_a_place_is_refused_and_its_secret_not_told(
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
-def test_command_refuses_a_url_with_a_secret_and_does_not_tell_it(command: str) -> None:
-    for url in _WITH_SECRETS:
+def test_command_refuses_a_url_that_is_none_of_ours_and_tells_no_secret(command: str) -> None:
+    told = {
+        "s3://bucket": "whole bucket",
+        "gs://bucket/run": "is a URL",
+        "s3://key:hunter2@bucket/run": "with a user or a password",
+        "s3://bucket/run?hunter2=3": "a query",
+        **dict.fromkeys(_WITH_SECRETS, ""),
+    }
+    for url, words in told.items():
         result = CliRunner().invoke(app, [command, url])
-        assert result.exit_code == 2, url
+        assert result.exit_code == 2 and words in result.output, (url, result.output)
         assert "hunter2" not in result.output, (url, result.output)
 
 
