@@ -231,6 +231,10 @@ def test_file_that_is_named_replaces_the_shards_beside_it(store: Store) -> None:
     export(tensors_of(2), f"{store.url}/{SINGLE}")
     assert store.names() == {SINGLE, "README.md"}
     assert_equal(exported(store.server, store.url)[0], tensors_of(2))
+    new = tensors_of(3, LARGE_NUMEL)
+    export(new, store.url, "parts")  # over it, by an upload
+    assert_equal(exported(store.server, store.url)[0], new)
+    assert store.has_no_upload()
 
 
 def test_checkpoint_is_not_exported_over(store: Store) -> None:
