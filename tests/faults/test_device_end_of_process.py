@@ -13,8 +13,7 @@ from support.async_saves import assert_saved
 pytestmark = pytest.mark.slow
 
 BEGIN = """
-import gc, sys, torch
-gc.unfreeze()  # the end as that of a process of its own
+import sys, torch
 from pathlib import Path
 from fake_cuda import seam
 from fake_cuda.fake import HELD

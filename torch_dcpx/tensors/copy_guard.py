@@ -43,7 +43,8 @@ class CopyGuard:
         self._error: StagingError | None = None
         self._number = number = next(_numbers)
         if copies is not None:
-            _pending[number] = weakref.ref(self, lambda _: _pending.pop(number, None))
+            pending = _pending  # at the end of the process this module's name for it may be None
+            pending[number] = weakref.ref(self, lambda _: pending.pop(number, None))
 
     @property
     def is_done(self) -> bool:
