@@ -6,15 +6,11 @@ What imports torch anew are three processes; others are forks of one that has do
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import os
-import re
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -231,24 +227,3 @@ def test_install_in_python_reaches_the_process_that_saves_and_the_training_is_no
     dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert target["w"].tolist() == [1, 1, 1]
     assert torch_dcpx.verify(tmp_path / "saved").ok
-
-
-# ---- The bench of the entry point ---------------------------------------------------------------
-
-
-def test_bench_of_the_entry_point_says_milliseconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from bench import entry_point
-
-    @functools.cache  # one is as good as three
-    def taken(*command: str) -> Any:
-        return warm_parent().run(command, env=os.environ, timeout_s=seconds(60))
-
-    def run(command: list[str], **_: Any) -> Any:
-        return taken(*command[1:])
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["entry_point.py", "--rounds", "2"])
-    entry_point.main()
-    assert re.fullmatch(r"median [0-9.]+ ms, 10th [0-9.]+, 90th [0-9.]+\n", capsys.readouterr().out)

@@ -67,28 +67,29 @@ class Handle:
             but: ranks that are not waited for: None is returned.
         """
         give_up_at = time.monotonic() + (deadline_s or seconds(_DEADLINE_S))
-        wanted, why = dict(ended or {}), ""
+        wanted, wrong = dict(ended or {}), list[str]()
         found: dict[int, Any] = {r: None for r in range(len(self.processes)) if r in but}
-        while not why and len(found) < len(self.processes):
+        while len(found) < len(self.processes) and time.monotonic() < give_up_at:
             warm_parent().hear(0.002 if time.monotonic() < self._ranks.asked_at + 1 else 0.05)
-            if time.monotonic() > give_up_at:
-                why = f"ranks {sorted(set(range(len(self.processes))) - set(found))} did not return"
+            before = len(wrong)
             for rank, process in enumerate(self.processes):
                 if rank in found:
                     continue
                 code, said = process.poll(), self._ranks.answer(self._number, rank)
                 if said is not None and rank not in wanted:
                     has_returned, found[rank] = pickle.loads(said)
-                    why = why or ("" if has_returned else f"rank {rank} raised\n{found[rank]}")
+                    wrong += [] if has_returned else [f"rank {rank} raised\n{found[rank]}"]
                 elif code is not None:
                     found[rank] = None
-                    if code != wanted.get(rank, 0) or rank not in wanted:
-                        why = why or f"rank {rank} ended with {code}"
-        if why:
-            time.sleep(0.2)  # what the others say of it
+                    wrong += [] if code == wanted.get(rank) else [f"rank {rank} ended with {code}"]
+            if wrong and not before:  # the others may say why
+                give_up_at = min(give_up_at, time.monotonic() + 1)
+        left = sorted(set(range(len(self.processes))) - set(found))
+        wrong += [f"ranks {left} did not return"] if left else []
+        if wrong:
             printed = self._ranks.printed()
             self._ranks.close()
-            pytest.fail(f"{self._name}: {why}\n{printed}", pytrace=False)
+            pytest.fail("\n".join([f"{self._name}:", *wrong, printed]), pytrace=False)
         return [found[rank] for rank in range(len(self.processes))]
 
 
