@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.machine import seconds
 from support.rank_fixture import StartRanks
 from support.tensor_bits import bits
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -98,6 +99,7 @@ def calls(root: Path) -> None:
     dcpx.save(state(mesh, 7.0), root / "whole", planner=whole, options=OPTIONS)
     check(root / "whole", mesh, 7.0, is_cut=False)
     kept_plans_say_whether_rows_are_cut(root / "kept", mesh)
+    safetensors_by_name_hold_whole_tensors(root / "hf", mesh)
     checkpoint_is_exported(root / "save 1.0", root / "artifact", mesh)
 
 
@@ -114,6 +116,22 @@ def kept_plans_say_whether_rows_are_cut(root: Path, mesh: Any) -> None:
         assert plan.can_split is is_cut
 
 
+def safetensors_by_name_hold_whole_tensors(root: Path, mesh: Any) -> None:
+    from safetensors.torch import load_file
+
+    model = {
+        name: distribute_tensor(WHOLE + number, mesh, [Replicate()] * mesh.ndim)
+        for number, name in enumerate("abc")
+    }
+    files = {name: number for number, name in enumerate(model, 1)}
+    writer = dcp.HuggingFaceStorageWriter(str(root), fqn_to_index_mapping=files)
+    dcp.save(model, storage_writer=writer, planner=dcpx.DcpxSavePlanner())
+    found = [load_file(path) for path in sorted(root.glob("*.safetensors"))]
+    assert [list(file) for file in found] == [["a"], ["b"], ["c"]]
+    for number, file in enumerate(found):
+        assert torch.equal(*file.values(), WHOLE + number)
+
+
 def checkpoint_is_exported(path: Path, artifact: Path, mesh: Any) -> None:
     from safetensors.torch import load_file
 
@@ -126,9 +144,66 @@ def checkpoint_is_exported(path: Path, artifact: Path, mesh: Any) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+def process(root: Path) -> None:
+    mesh = mesh_of_all()
+    for number, stager in enumerate((None, dcpx.DcpxStager())):
+        path = root / str(number)
+        saved: Any = dcp.async_save(
+            state(mesh, 8.0),
+            storage_writer=dcpx.DcpxWriter(path, options=OPTIONS),
+            planner=dcpx.DcpxSavePlanner(),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
+        )
+        saved.result(seconds(200))
+        check(path, mesh, 8.0)
+
+
+def model_of(mesh: Any, fill: float) -> torch.nn.Module:
+    layer = torch.nn.Linear(64, 801)
+    for name, own in (("weight", WHOLE * fill), ("bias", WHOLE[:, 0] * fill)):
+        placed = distribute_tensor(own, mesh, [Replicate()] * mesh.ndim)
+        setattr(layer, name, torch.nn.Parameter(placed))
+    return layer
+
+
+def training(root: Path) -> None:
+    mesh = mesh_of_all()
+    model = model_of(mesh, 3.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    wanted = bits(dict(model.state_dict())), bits(dict(optimizer.state_dict()["state"]))
+    with dcpx.CheckpointManager(root / "run", options=OPTIONS) as manager:
+        for step in (1, 2):
+            manager.save(step, model=model, optimizer=optimizer)
+    metadata = dcp.FileSystemReader(root / "run" / "step-2").read_metadata()
+    assert max(len(getattr(e, "chunks", ())) for e in metadata.state_dict_metadata.values()) > 1
+    again = model_of(mesh, 0.0)
+    other = torch.optim.AdamW(again.parameters(), lr=0.01)
+    with dcpx.CheckpointManager(root / "run", options=OPTIONS) as manager:
+        assert manager.resume(model=again, optimizer=other).step == 2
+        assert (bits(dict(again.state_dict())), bits(dict(other.state_dict()["state"]))) == wanted
+        manager.export(2, root / "artifact")
+    from safetensors.torch import load_file
+
+    found = load_file(root / "artifact" / "model.safetensors")
+    weight: Any = model.get_parameter("weight")
+    assert torch.equal(found["weight"], weight.to_local().detach())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_share_replicas_by_rows_in_every_call(
     ranks: StartRanks, tmp_path: Path, count: int
 ) -> None:
     ranks(count)(calls, tmp_path)
+
+
+@pytest.mark.slow
+def test_saves_of_a_process_of_its_own_and_a_managers_training_share_them_too(
+    ranks: StartRanks, tmp_path: Path
+) -> None:
+    ranks(2)(training, tmp_path / "training")
+    ranks(2, anew=True)(process, tmp_path / "process")
