@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.machine import seconds
 from support.rank_fixture import StartRanks
-from support.ranks import run_torchrun
 
 import torch_dcpx as dcpx
 
@@ -24,7 +25,11 @@ def test_finetune_example_reads_shards_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(dcpx.__file__).parents[1]))
-    run_torchrun(ROOT / "examples" / "finetune_meta.py", 2, str(tmp_path))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, str(ROOT / "examples" / "finetune_meta.py"), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds(600))
+    done = sorted(re.findall(r"rank (\d) done", ended.stdout))
+    assert (ended.returncode, done) == (0, ["0", "1"]), ended.stdout + ended.stderr
     files = [path.name for path in (tmp_path / "finetune" / "tuned").iterdir()]
     assert files == ["model.safetensors"]
     source = (ROOT / "docs" / "howto" / "pretrained.md").read_text()

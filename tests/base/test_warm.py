@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.machine import seconds
-from support.ranks import run_ranks
 from support.warm import warm_parent
 
 BODY = """
@@ -56,39 +55,3 @@ def test_warm_process_that_does_not_end_is_killed() -> None:
         assert process.wait(seconds(60)) == -signal.SIGKILL
         assert said.readline() == "", "nobody has its output open"
     assert warm_parent().run(["-c", "print('next')"], env=os.environ).stdout == "next\n"
-
-
-WORKER = """
-import os, signal, sys
-from pathlib import Path
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank, how = dist.get_rank(), sys.argv[1]
-total = torch.tensor([rank + 1])
-dist.all_reduce(total)
-assert total.item() == 3
-if rank == 1 and how == "raises":
-    raise ValueError("of rank 1")
-if rank == 1 and how == "is killed":
-    os.kill(os.getpid(), signal.SIGKILL)
-if how in ("raises", "is killed"):
-    signal.pause()
-if rank == 0 or how != "is silent":
-    print(f"rank {rank} done", flush=True)
-os._exit(4 if rank == 1 and how == "ends badly" else 0)
-"""
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("how", ["raises", "is killed", "is silent", "ends badly"])
-def test_ranks_fail_with_what_they_said_unless_each_is_done(tmp_path: Path, how: str) -> None:
-    worker = tmp_path / "worker.py"
-    worker.write_text(WORKER)
-    with pytest.raises(AssertionError, match=r"worker\.py") as caught:
-        run_ranks(worker, 2, how)
-    assert how != "raises" or "ValueError: of rank 1" in str(caught.value)
-    assert how != "is killed" or "-9" in str(caught.value)
-    assert how != "ends badly" or "4]\n" in str(caught.value)
-    assert how != "is silent" or (
-        "[0, 0]\n" in str(caught.value) and "rank 0 done" in str(caught.value)
-    )
