@@ -25,6 +25,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import DcpxError
 
 PAGE = 4096
+ZEROED = 512  # bytes
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -68,8 +69,8 @@ def cuts(directory: Path, name: str, whole: bytes) -> Iterator[Point]:
 
 
 def zeros(name: str, whole: bytes) -> Iterator[Point]:
-    for begin in range(0, len(whole), 512):
-        block = whole[begin : begin + 512]
+    for begin in range(0, len(whole), ZEROED):
+        block = whole[begin : begin + ZEROED]
         if any(block):
             first = next(at for at, byte in enumerate(block) if byte)
             yield Point("zero", name, replaced(begin, bytes(len(block))), begin + first)
@@ -144,7 +145,9 @@ def try_point(directory: Path, point: Point, state: dict[str, Any]) -> tuple[str
         # A whole `.metadata`: what is wrong is every file that it does not mean.
         return got, "found" if faults == set(data_files(directory)) else "missed"
     # What a file was cut behind is its last byte: without a size to compare, more is not known.
-    places = (point.at - 1, point.at) if point.kind == "cut" else (point.at,)
+    places = range(point.at - (point.kind == "cut"), point.at + 1)
+    if point.kind == "zero":  # of several things in a block, the first that is wrong is named
+        places = range(point.at, point.at - point.at % ZEROED + ZEROED)
     is_found = any(covers(finding, name, at) for finding in report.findings for at in places)
     if got == "refused":
         is_found = is_found and name in faults

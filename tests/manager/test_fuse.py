@@ -117,6 +117,6 @@ def test_killed_at_any_call_on_fuse_leaves_a_whole_checkpoint_or_trash_that_rete
     fuse: Path, tmp_path: Path, seed: int
 ) -> None:
     step = 1 if os.environ.get("DCPX_MANAGER_KILLS") == "all" else stride(17) | 1
-    rows = rows_of(compiled(tmp_path), fuse, "sweep", seed % step, step, 0)
+    rows = rows_of(compiled(tmp_path), fuse, "sweep on FUSE", seed % step, step, 0)
     assert rows[-1][1] == 0 and len(rows) > 200 // step
     assert (rows[0][2], rows[-1][2]) == (3, 6)
