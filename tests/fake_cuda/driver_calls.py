@@ -147,37 +147,8 @@ class DriverCalls:
         arguments = _DEVICE_POINTER(dst), _HANDLE(src), _SIZE(nbytes), _HANDLE(stream)
         self.call("cuMemcpyHtoDAsync_v2", *arguments)
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        arguments = _DEVICE_POINTER(dst), _DEVICE_POINTER(src), _SIZE(nbytes), _HANDLE(stream)
-        self.call("cuMemcpyAsync", *arguments)
-
     def copy_2d(self, box: Memcpy2D, stream: int) -> None:
         self.call("cuMemcpy2DAsync_v2", ctypes.byref(box), _HANDLE(stream))
-
-    def copy_batch(
-        self, copies: Sequence[tuple[int, int, int]], stream: int, version: int = 13000
-    ) -> int | None:
-        """Copies (dst, src, nbytes) each; the index of the failed one in the form of 12.8."""
-        dsts, srcs, sizes = (
-            (kind * len(copies))(*column)
-            for kind, column in zip(
-                (_DEVICE_POINTER, _DEVICE_POINTER, _SIZE), zip(*copies, strict=True), strict=True
-            )
-        )
-        attributes = CopyAttributes(source_order=1)
-        common = (
-            *(dsts, srcs, sizes, _SIZE(len(copies)), ctypes.byref(attributes)),
-            *(ctypes.byref(_SIZE(0)), _SIZE(1)),
-        )
-        if version >= 13000:
-            self.call("cuMemcpyBatchAsync_v2", *common, _HANDLE(stream))
-            return None
-        failed = _SIZE(0)
-        entry = self.fake.library.cuMemcpyBatchAsync
-        result = entry(*common, ctypes.byref(failed), _HANDLE(stream))
-        if result != 0:
-            raise CudaError(result, "cuMemcpyBatchAsync", failed.value)
-        return failed.value
 
     def kernel(self, name: str, image: bytes = b"// PTX") -> tuple[int, int]:
         """Returns a module and its function."""
@@ -193,10 +164,3 @@ class DriverCalls:
         one = ctypes.c_uint(1)
         shape = (one, one, one, ctypes.c_uint(32), one, one, ctypes.c_uint(0))
         self.call("cuLaunchKernel", _HANDLE(function), *shape, _HANDLE(stream), pointers, None)
-
-    def entry(self, name: str, version: int) -> tuple[int | None, int]:
-        """Returns what cuGetProcAddress gives: the address, None for none, and the status."""
-        function, status = _HANDLE(), ctypes.c_int(-1)
-        out = ctypes.byref(function), version, ctypes.c_uint64(1), ctypes.byref(status)
-        self.call("cuGetProcAddress_v2", name.encode(), *out)
-        return function.value, status.value

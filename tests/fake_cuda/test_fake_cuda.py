@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fake_cuda.driver_calls import CudaError, DriverCalls
+from fake_cuda.driver_calls import DriverCalls
 from fake_cuda.fake import HELD, FakeCuda
 
 SEEDS = range(24)
@@ -38,9 +38,6 @@ def outcomes(fake: FakeCuda, once: Callable[[], torch.Tensor]) -> list[int]:
         seen.append(int(result[0]) if bool((result == result[0]).all()) else TORN)
         fake.sync()
     return seen
-
-
-# ---- What a missing wait does -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_wait", [False, True])
@@ -140,9 +137,6 @@ def test_wait_is_for_what_was_recorded_when_it_was_asked_for(
     driver.destroy_event(event)
 
 
-# ---- The default stream -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_blocking", [True, False])
 def test_blocking_streams_alone_run_behind_the_default_stream(
     driver: DriverCalls, pinned: torch.Tensor, is_blocking: bool
@@ -156,23 +150,6 @@ def test_blocking_streams_alone_run_behind_the_default_stream(
     driver.destroy_stream(own)
 
 
-@pytest.mark.parametrize("is_blocking", [True, False])
-def test_default_stream_runs_behind_blocking_streams_alone(
-    driver: DriverCalls, pinned: torch.Tensor, is_blocking: bool
-) -> None:
-    driver.fake.set_pace(HELD)
-    source, own = driver.fake.device_tensor(OLD), driver.stream(is_blocking)
-    driver.to_host(pinned.data_ptr(), source.data_ptr(), N, own)
-    driver.fake.stream_write(source, NEW, stream=0)
-    driver.fake.stream_sync(0)
-    assert driver.fake.count("works_run") == (2 if is_blocking else 1)
-    driver.fake.sync()
-    driver.destroy_stream(own)
-
-
-# ---- Host memory that is not pinned -------------------------------------------------------------
-
-
 def test_copy_to_pageable_memory_has_run_when_it_returns(driver: DriverCalls) -> None:
     driver.fake.set_pace(HELD)
     source, host, own = driver.fake.device_tensor(NEW), torch.zeros_like(NEW), driver.stream()
@@ -183,49 +160,3 @@ def test_copy_to_pageable_memory_has_run_when_it_returns(driver: DriverCalls) ->
     ]
     assert driver.fake.count("unpinned_copies") == 1
     driver.destroy_stream(own)
-
-
-def test_pageable_source_may_be_overwritten_when_its_copy_returns(driver: DriverCalls) -> None:
-    driver.fake.set_pace(HELD)
-    target, host, own = driver.fake.device_tensor(OLD), NEW.clone(), driver.stream()
-    driver.to_device(target.data_ptr(), host.data_ptr(), N, own)
-    host.fill_(0)
-    assert driver.fake.count("works_run") == 0
-    driver.fake.sync()
-    assert torch.equal(driver.fake.read_back(target), NEW)
-    driver.destroy_stream(own)
-
-
-def test_memory_registered_for_one_context_is_pageable_in_another(fake_cuda: FakeCuda) -> None:
-    memory = torch.zeros(N, dtype=torch.uint8)
-    with DriverCalls(fake_cuda, device=1) as other:
-        other.register(memory, is_portable=False)
-        with DriverCalls(fake_cuda) as driver:
-            source, own = fake_cuda.device_tensor(NEW), driver.stream()
-            driver.to_host(memory.data_ptr(), source.data_ptr(), N, own)
-            assert fake_cuda.count("unpinned_copies") == 1
-            driver.destroy_stream(own)
-        other.unregister(memory)
-
-
-# ---- Batches and boxes --------------------------------------------------------------------------
-
-
-def test_copies_of_one_batch_run_in_any_order(driver: DriverCalls, pinned: torch.Tensor) -> None:
-    own = driver.stream()
-
-    def copy_once() -> torch.Tensor:
-        sources = [driver.fake.device_tensor(data) for data in (OLD, NEW)]
-        driver.copy_batch([(pinned.data_ptr(), s.data_ptr(), N) for s in sources], own)
-        driver.synchronize(own)
-        return pinned
-
-    assert set(outcomes(driver.fake, copy_once)) == {1, 2}
-    driver.destroy_stream(own)
-
-
-def test_batch_on_the_default_stream_is_refused(driver: DriverCalls, pinned: torch.Tensor) -> None:
-    source = driver.fake.device_tensor(NEW)
-    with pytest.raises(CudaError):
-        driver.copy_batch([(pinned.data_ptr(), source.data_ptr(), N)], 0)
-    assert driver.fake.take_reports() == ["cuMemcpyBatchAsync_v2: a batch on the default stream"]
