@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import fsdp_killed
-import gpu_doctor
 import gpu_sanitizer
 import gpu_tests
 import pytest
@@ -18,53 +17,31 @@ from gpu_runner import CANNOT, OK, Result
 from gpu_stages import STAGES
 from gpu_tables import figures_page, summary_lines
 
-
-@pytest.mark.parametrize(
-    ("status", "text", "outcome"),
-    [
-        (0, "========= ERROR SUMMARY: 0 errors", "ok"),
-        (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "ok"),
-        (9, "========= ERROR SUMMARY: 3 errors", "failed"),
-        (0, "========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)", "failed"),
-        (1, "========= ERROR SUMMARY: 0 errors", "failed"),
-        (0, "no summary at all", "failed"),
-        (255, "========= Error: Device not supported. Please refer to", "cannot"),
-        (9, "Failed to initialize a\n========= ERROR SUMMARY: 3 errors", "failed"),
-        (0, "Failed to initialize a\n========= ERROR SUMMARY: 0 errors", "ok"),
-        (None, "========= COMPUTE-SANITIZER", "timed out"),
-    ],
-)
-def test_sanitizers_words_are_read(status: int | None, text: str, outcome: str) -> None:
-    assert gpu_sanitizer.judge(status, text)[0] == outcome
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "outcome"),
-    [
-        (0, "==== 1 passed in 3.2s ====", "passed"),
-        (0, "SKIPPED [1] tests/conftest.py:9: cuda: no driver\n1 skipped", "skipped"),
-        (1, "E   assert 1 == 2\n1 failed", "failed"),
-        (5, "no tests ran", "failed"),
-        (-11, "Fatal Python error", "crashed"),
-        (None, "", "timed out"),
-    ],
-)
-def test_pytests_words_are_read(status: int | None, text: str, outcome: str) -> None:
-    assert gpu_tests.judge(status, text)[0] == outcome
+SANITIZER = [
+    (0, "========= ERROR SUMMARY: 0 errors", "ok"),
+    (0, "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "ok"),
+    (9, "========= ERROR SUMMARY: 3 errors", "failed"),
+    (0, "========= RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)", "failed"),
+    (1, "========= ERROR SUMMARY: 0 errors", "failed"),
+    (0, "no summary at all", "failed"),
+    (255, "========= Error: Device not supported. Please refer to", "cannot"),
+    (9, "Failed to initialize a\n========= ERROR SUMMARY: 3 errors", "failed"),
+    (0, "Failed to initialize a\n========= ERROR SUMMARY: 0 errors", "ok"),
+    (None, "========= COMPUTE-SANITIZER", "timed out"),
+]
+PYTEST = [
+    (0, "==== 1 passed in 3.2s ====", "passed"),
+    (0, "SKIPPED [1] tests/conftest.py:9: cuda: no driver\n1 skipped", "skipped"),
+    (1, "E   assert 1 == 2\n1 failed", "failed"),
+    (5, "no tests ran", "failed"),
+    (-11, "Fatal Python error", "crashed"),
+    (None, "", "timed out"),
+]
 
 
-def test_doctor_says_what_the_card_is_before_anything_can_hang(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu_doctor, "LIMIT_S", 0.1)
-    assert gpu_doctor.run("sleep", "99") == ""
-    monkeypatch.setattr(gpu_doctor, "run", lambda *_: "NVIDIA H100, 580.159, Default\n")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError):
-        gpu_doctor.main()
-    facts = json.loads(capsys.readouterr().out.partition("FIGURES ")[2])
-    page = figures_page([Result("doctor", "timed out", 30.0, -9, "", facts)], False)
-    assert page.startswith("### NVIDIA H100, driver 580.159, torch ")
+def test_words_of_the_sanitizer_and_of_pytest_are_read() -> None:
+    for judge, ends in ((gpu_sanitizer.judge, SANITIZER), (gpu_tests.judge, PYTEST)):
+        assert [(status, text, judge(status, text)[0]) for status, text, _ in ends] == ends
 
 
 @pytest.fixture

@@ -195,19 +195,3 @@ def test_sigint_interrupts_tests_and_their_children(run_python: RunPython) -> No
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     run_python(IS_DEFAULT)
     assert warm_parent().run(["-c", IS_DEFAULT], env=os.environ).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", ["0", "1"])
-def test_sigint_that_a_shell_ignores_interrupts_tests_all_the_same(
-    tmp_path: Path, processes: str
-) -> None:
-    done = subprocess.run(
-        ["sh", "-c", 'trap "" INT; exec "$@"', "sh",
-         sys.executable, "-m", "pytest", "-q", f"-n{processes}", "-p", "no:cacheprovider",
-         f"--basetemp={tmp_path / 'base'}",
-         f"{__file__}::test_sigint_interrupts_tests_and_their_children"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr

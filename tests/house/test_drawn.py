@@ -92,16 +92,6 @@ def test_the_core_runs_whole_and_alone_the_longest_first(suite: Suite) -> None:
     assert re.fullmatch(r"=+ 1 failed, 5 passed in .* =+", done.stdout.splitlines()[-1])
 
 
-def test_too_late_names_the_tests_whose_seconds_are_known_and_collects_none(suite: Suite) -> None:
-    seconds = dict.fromkeys([*suite.core, *suite.others[:7]], 1.0)
-    (suite.folder / "durations.json").write_text(json.dumps({"seconds": seconds}))
-    done = suite.run("--draw=abc", f"--until={time.time() - 60}", "--too-late", processes=0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert suite.not_run() == sorted(suite.others[:7])
-    assert "0 of 7 tests ran, drawn by abc; 7 did not begin in the time" in done.stdout
-    assert re.fullmatch(r"=+ no tests ran in .* =+", done.stdout.splitlines()[-1])
-
-
 def test_a_test_that_has_begun_ends_and_no_other_begins(suite: Suite) -> None:
     until = time.time() + seconds(3)
     done = suite.run("--draw=abc", f"--until={until}", waiting_until=until, processes=0)
@@ -132,20 +122,6 @@ def test_shards_take_each_test_once(suite: Suite) -> None:
     assert set(ran(suite.run("--shard=1/3", processes=0)))
     done = suite.run("--shard=4/3", processes=0)
     assert done.returncode == 4 and "'4/3' is no part K/N" in done.stderr
-
-
-def test_durations_of_what_ran_take_the_place_of_older_ones(suite: Suite, tmp_path: Path) -> None:
-    path, other = tmp_path / "new.json", suite.others[0]
-    path.write_text(json.dumps({"seconds": {suite.core[3]: 99.0, other: 9.0, "gone.py::x": 1.0}}))
-    options = f"--durations-to={path}", f"--began={time.time() - 60}"
-    suite.run("--core", *options, processes=0)
-    found = json.loads(path.read_text())
-    assert found["seconds"].keys() == {*suite.core, other, "gone.py::x"}
-    assert found["seconds"][other] == 9.0 and found["seconds"][suite.core[3]] < 99.0
-    suite.run("--draw=abc", *options, processes=0)
-    found = json.loads(path.read_text())
-    assert found["seconds"].keys() == {*suite.core, *suite.others}
-    assert found["before_s"] >= 60 and found["slowness"] > 0
 
 
 # ---- tests/core.txt and tests/durations.json ----------------------------------------------------

@@ -120,47 +120,6 @@ def test_end_of_the_command_is_its_end(ends: str) -> None:
     assert subprocess.run([*QUIET, "sh", "-c", ends]).returncode == plain
 
 
-def test_closed_descriptors_stay_closed() -> None:
-    script = 'ls /proc/self/fd | tr "\\n" " " > "$0"; exit 5'
-    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
-        found = []
-        for prefix in ([], QUIET):
-            with output(is_terminal=False) as (reading, given):
-                command = f'"$@" {closed}'
-                name = f"/proc/self/fd/{given}"
-                done = subprocess.run(
-                    ["sh", "-c", command, "sh", *prefix, "sh", "-c", script, name],
-                    stdin=subprocess.DEVNULL, pass_fds=[given],
-                )  # fmt: skip
-                os.close(given)
-                found.append((done.returncode, rest(reading)))
-        assert found[0] == found[1], closed
-        assert found[0][0] == 5
-
-
-@pytest.mark.parametrize("child", ["sleep 3600", "yes"])
-def test_a_child_that_is_left_behind_is_not_waited_for(child: str) -> None:
-    with output(is_terminal=False) as (reading, given):
-        command = [*QUIET, "sh", "-c", f"{child} & echo pid=$!="]
-        speak = subprocess.Popen(command, stdout=given, stderr=given)
-        os.close(given)
-        pid = int(re.findall(r"pid=(\d+)=", read_until(reading, r"pid=\d+="))[0])
-        try:
-            while speak.poll() is None:  # the child is there to its end
-                if select.select([reading], [], [], 0.1)[0]:
-                    os.read(reading, 1 << 16)
-                os.kill(pid, 0)
-            assert speak.returncode == 0
-        finally:
-            subprocess.run(["kill", "-KILL", str(pid)], capture_output=True)
-
-
-def test_a_command_that_closes_its_output_is_waited_for(started: list[Waiting]) -> None:
-    started.append(Waiting(["sh", "-c", "exec >&- 2>&-; read line; exit 4"]))
-    started[0].until("waiting: sh", times=2)
-    assert started[0].end()[0] == 4
-
-
 COUNTS = """
 import signal, sys
 seen = []

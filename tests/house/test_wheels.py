@@ -102,19 +102,6 @@ def test_a_wheel_as_it_should_be_has_no_complaint(wheels: ModuleType, tmp_path: 
     assert wheels.audit(wheel, "3.11", HERE, [str(tmp_path)]) == []
 
 
-def test_only_numbered_versions_of_glibc_up_to_that_of_the_tag_are_served(
-    wheels: ModuleType,
-) -> None:
-    names = ["GLIBC_2.2.5", "GLIBC_2.28", "GLIBC_2.29", "GLIBC_2.34", "GLIBC_ABI_DT_RELR"]
-    assert [name for name in names if wheels._is_served(name)] == names[:2]
-
-
-def test_python_that_no_wheel_is_for_is_said(wheels: ModuleType) -> None:
-    for name in ("3.9", "/no/such/python"):
-        with pytest.raises(SystemExit, match=f"no Python {name}"):
-            wheels.find_python(name)
-
-
 def test_no_text_tells_to_install_a_name_that_no_index_has() -> None:
     """README alone names it, as what will be; RELEASING.md says what changes then."""
     texts = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
