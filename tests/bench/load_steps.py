@@ -9,14 +9,13 @@ that are indented below it.
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from steps import Step, arguments, print_table, timed
+from load_sides import read_to_cache
+from steps import Step, arguments, medians, print_table
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from torch_dcpx import DcpxReader, DcpxWriter
@@ -47,28 +46,17 @@ def state_of(items: int, item_bytes: int) -> dict[str, Any]:
     return {"model": {f"layer.{i}.weight": value for i, value in enumerate(values)}}
 
 
-def warm(folder: Path) -> None:
-    """Brings the files into the page cache, which direct writes and reads leave empty."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            while file.read(1 << 20):
-                pass
-
-
 def measure(items: int, item_bytes: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Returns microseconds per 1,000 items of each step; the first round is not counted."""
-    state = state_of(items, item_bytes)
-    dcp.save(state, storage_writer=DcpxWriter(folder / "save"), no_dist=True)
-    warm(folder / "save")
-    found: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds + 1):
-        seconds: dict[str, float] = dict.fromkeys((step.title for step in STEPS), 0.0)
-        with timed(STEPS, seconds):
-            dcp.load(state, storage_reader=DcpxReader(folder / "save"), no_dist=True)
-        for title, value in seconds.items():
-            if number > 0:
-                found[title].append(value / items * 1e9)
-    return {title: statistics.median(values) for title, values in found.items()}
+    """Returns microseconds per 1,000 items of each step; the files are in the page cache."""
+    state, path = state_of(items, item_bytes), folder / "save"
+    dcp.save(state, storage_writer=DcpxWriter(path), no_dist=True)
+    read_to_cache(path)
+    return medians(
+        STEPS,
+        items,
+        rounds,
+        lambda: dcp.load(state, storage_reader=DcpxReader(path), no_dist=True),
+    )
 
 
 def main() -> None:

@@ -9,13 +9,11 @@ that are indented below it.
 from __future__ import annotations
 
 import shutil
-import statistics
-from collections import defaultdict
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from steps import Step, arguments, print_table, timed
+from steps import Step, arguments, medians, print_table
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from torch_dcpx import DcpxWriter
@@ -40,18 +38,16 @@ STEPS = (
 
 
 def measure(items: int, item_bytes: int, rounds: int, folder: Path) -> dict[str, float]:
-    """Returns microseconds per 1,000 items of each step; the first round is not counted."""
+    """Returns microseconds per 1,000 items of each step."""
     state = {"model": {f"layer.{i}.weight": torch.rand(item_bytes // 4) for i in range(items)}}
-    found: dict[str, list[float]] = defaultdict(list)
-    for number in range(rounds + 1):
-        seconds: dict[str, float] = dict.fromkeys((step.title for step in STEPS), 0.0)
-        with timed(STEPS, seconds):
-            dcp.save(state, storage_writer=DcpxWriter(folder / "save"), no_dist=True)
-        shutil.rmtree(folder / "save")
-        for title, value in seconds.items():
-            if number > 0:
-                found[title].append(value / items * 1e9)
-    return {title: statistics.median(values) for title, values in found.items()}
+    path = folder / "save"
+    return medians(
+        STEPS,
+        items,
+        rounds,
+        lambda: dcp.save(state, storage_writer=DcpxWriter(path), no_dist=True),
+        lambda: shutil.rmtree(path),
+    )
 
 
 def main() -> None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from async_save import METERED, SIDES
 from conftest import ROOT
-
-ASYNC_FIRST = ROOT / "tests" / "bench" / "async_first.py"
-ASYNC_SAVE = ROOT / "tests" / "bench" / "async_save.py"
+from test_bench import run_bench
 
 
 @pytest.mark.slow
 def test_async_bench_measures_every_side_and_leaves_nothing(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    command = [
-        sys.executable, str(ASYNC_SAVE), "--size", "smoke", "--cases", "64mib", "4000",
-        "--folder", str(tmp_path), "--json", str(result),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(result.read_text())
+    report, printed = run_bench("async_save.py", tmp_path, "--cases", "64mib", "4000")
     for case in ("64mib", "4000"):
         times = report["times"][case]["times"]
         assert times.keys() == set(SIDES) | {f"{s} stall" for s in SIDES if s != "ours_sync"}
@@ -34,10 +22,8 @@ def test_async_bench_measures_every_side_and_leaves_nothing(tmp_path: Path) -> N
     for meters in report["meters"].values():
         assert meters["rss"].keys() == {"2", "4"}
         assert meters["counting"]["rate"] >= 0  # a busy machine lets it count nothing
-    assert "| side | stall, s | of memcpy |" in done.stdout
-    assert "| side | peak extra MiB of state MiB |" in done.stdout
-    assert str(tmp_path) not in result.read_text() + done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert "| side | stall, s | of memcpy |" in printed
+    assert "| side | peak extra MiB of state MiB |" in printed
 
 
 @pytest.mark.slow
@@ -45,16 +31,9 @@ def test_async_bench_measures_every_side_and_leaves_nothing(tmp_path: Path) -> N
 def test_bench_of_first_saves_runs_every_side_in_a_fresh_process(
     tmp_path: Path, ranks: str
 ) -> None:
-    result = tmp_path / "result.json"
-    command = [
-        sys.executable, str(ASYNC_FIRST), "--size", "smoke", "--ranks", ranks, "--rounds", "1",
-        "--before", str(ROOT), "--folder", str(tmp_path), "--json", str(result),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (taken,) = json.loads(result.read_text())
+    arguments = ("--ranks", ranks, "--rounds", "1", "--before", str(ROOT))
+    (taken,), printed = run_bench("async_first.py", tmp_path, *arguments)
     assert taken.keys() == {"ours", "prewarmed", "stock", "before"}
     assert all({"first", "second", "system"} <= side.keys() for side in taken.values())
     assert "prewarm" in taken["prewarmed"]
-    assert done.stdout.count("\n| ") == 1 + len(taken)
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert printed.count("\n| ") == 1 + len(taken)

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import EXPORT_CASES, EXPORT_SIDES, MismatchError
-from conftest import ROOT
 from export_sides import ExportSides
 from safetensors.torch import load_file, save_file
-
-BENCH = ROOT / "tests" / "bench" / "export.py"
+from test_bench import run_bench
 
 
 @pytest.mark.slow  # 15 s: processes that import torch, also on two ranks
 @pytest.mark.multirank
 def test_every_side_is_measured_on_each_number_of_ranks(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    command = [
-        sys.executable, str(BENCH), "--size", "smoke", "--cases", "64mib", "--rounds", "1",
-        "--folder", str(tmp_path), "--json", str(result),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(result.read_text())
+    report, printed = run_bench("export.py", tmp_path, "--cases", "64mib", "--rounds", "1")
     assert [(r["case"], r["ranks"]) for r in report["results"]] == [("64mib", 1), ("64mib", 2)]
     for found in report["results"]:
         assert found["times"].keys() == {*EXPORT_SIDES, "load_and_save"}
@@ -39,8 +27,7 @@ def test_every_side_is_measured_on_each_number_of_ranks(tmp_path: Path) -> None:
         for what in ("time", "extra_peak_mib")
         for ranks in (1, 2)
     }
-    assert "2 GiB of 64 MiB tensors, 2 ranks | live: time of a save" in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert "2 GiB of 64 MiB tensors, 2 ranks | live: time of a save" in printed
 
 
 @pytest.mark.parametrize("name", EXPORT_SIDES)

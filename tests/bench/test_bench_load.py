@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +11,18 @@ import pytest
 import torch
 from case_states import make_state, payload_bytes
 from cases import LOAD_CASES, MismatchError
-from conftest import ROOT
 from load_setup import sides_of
 from load_sides import Destination, LoadSides, write_checkpoints
 from shards import LOADED_RANKS, shares
 from summary import LOAD_TARGETS, summarize
 from tables import as_markdown
-from test_bench import report_of
-
-LOAD = ROOT / "tests" / "bench" / "load.py"
-MIB = 1 << 20
+from test_bench import report_of, run_bench
 
 
 @pytest.mark.slow
 def test_load_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Path) -> None:
-    result = tmp_path / "result.json"
-    command = [
-        sys.executable, str(LOAD), "--size", "smoke", "--rounds", "1", "--caches", "warm",
-        "--metered", "64mib", "--folder", str(tmp_path), "--json", str(result),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(result.read_text())
+    arguments = ("--rounds", "1", "--caches", "warm", "--metered", "64mib")
+    report, printed = run_bench("load.py", tmp_path, *arguments)
     assert [(r["case"], r["cache"]) for r in report["results"]] == [(c, "warm") for c in LOAD_CASES]
     for found in report["results"]:
         sides = set(sides_of(LOAD_CASES[found["case"]]))
@@ -48,10 +35,8 @@ def test_load_measures_every_side_of_every_case_and_leaves_nothing(tmp_path: Pat
     meters = next(r["meters"] for r in report["results"] if r["case"] == "64mib")
     assert meters.keys() == {"ours", "stock"}
     assert all(found["extra_peak_bytes"] >= 0 for found in meters.values())
-    assert "### Figures to reach" in done.stdout and "### Bytes" in done.stdout
-    assert "All was loaded from the page cache" in done.stdout
-    assert str(tmp_path) not in json.dumps(report) + done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert "### Figures to reach" in printed and "### Bytes" in printed
+    assert "All was loaded from the page cache" in printed
 
 
 def made_sides(case_name: str, folder: Path, cache: str = "warm") -> tuple[Destination, LoadSides]:

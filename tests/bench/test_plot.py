@@ -48,12 +48,8 @@ def texts_of(svg: ET.Element) -> list[str]:
 
 
 @pytest.mark.parametrize("bench", BENCHES)
-def test_the_picture_is_what_the_tables_make(bench: str) -> None:
+def test_the_picture_is_what_the_tables_make_and_no_text_or_bar_meets_another(bench: str) -> None:
     assert (DEVELOP / f"performance-{bench}.svg").read_text() == draw(measured(bench), bench)
-
-
-@pytest.mark.parametrize("bench", BENCHES)
-def test_no_text_leaves_the_picture_or_meets_another(bench: str) -> None:
     svg = svg_of(bench)
     left, top, width, height = (float(n) for n in svg.attrib["viewBox"].split())
     boxes = [box_of(text) for text in svg.iter("text")]
@@ -61,12 +57,6 @@ def test_no_text_leaves_the_picture_or_meets_another(bench: str) -> None:
     for box in boxes:
         assert left <= box.left and box.right <= width and top <= box.top and box.bottom <= height
     assert [pair for pair in itertools.combinations(boxes, 2) if pair[0].meets(pair[1])] == []
-
-
-@pytest.mark.parametrize("bench", BENCHES)
-def test_no_bar_meets_a_text(bench: str) -> None:
-    svg = svg_of(bench)
-    boxes = [box_of(text) for text in svg.iter("text")]
     bars = [rect for rect in svg.iter("rect") if rect.get("stroke")]
     assert len(bars) > 20
     for bar in bars:
@@ -76,27 +66,21 @@ def test_no_bar_meets_a_text(bench: str) -> None:
 
 
 @pytest.mark.parametrize("bench", BENCHES)
-def test_a_reader_who_does_not_see_it_is_told_all(bench: str) -> None:
-    svg = svg_of(bench)
+def test_each_state_has_a_bar_or_a_word_for_each_side_also_for_who_does_not_see(bench: str) -> None:
+    svg, labels = svg_of(bench), LABELS[bench]
     assert svg.get("role") == "img" and svg.get("aria-labelledby") == "title desc"
     ids = {child.get("id"): child.text or "" for child in svg if child.get("id")}
     assert list(ids) == ["title", "desc"] and ids["title"]
+    shown = " ".join(texts_of(svg))
     for state, times in read_times(measured(bench)).items():
         assert f"{state}: " in ids["desc"] and state in texts_of(svg)
-        for side, time in times.items():
-            if side in LABELS[bench]:
-                assert f"{LABELS[bench][side]} {time.text}" in ids["desc"]
-                assert time.text.split(" (")[0].removesuffix(" s") in " ".join(texts_of(svg))
-
-
-@pytest.mark.parametrize("bench", BENCHES)
-def test_each_state_has_a_bar_or_a_word_for_each_side(bench: str) -> None:
-    states = read_times(measured(bench))
-    shown = " ".join(texts_of(svg_of(bench)))
-    for state, times in states.items():
-        gaps = gaps_of(state, times, LABELS[bench])
+        for side in times.keys() & labels.keys():
+            text = times[side].text
+            assert f"{labels[side]} {text}" in ids["desc"]
+            assert text.split(" (")[0].removesuffix(" s") in shown
+        gaps = gaps_of(state, times, labels)
         named = ", ".join(gap.partition(": ")[2].rstrip(".") for gap in gaps).split(", ")
-        missing = [label for side, label in LABELS[bench].items() if side not in times]
+        missing = [label for side, label in labels.items() if side not in times]
         assert sorted(named) == sorted(missing or [""])
         assert all(gap in shown for gap in gaps)
 
