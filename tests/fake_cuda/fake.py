@@ -75,7 +75,6 @@ _SIGNATURES: Final = {
     "fake_counts": (ctypes.c_size_t, _S, ctypes.c_size_t),
     "fake_reports": (ctypes.c_size_t, _S, ctypes.c_size_t),
     "fake_notes": (ctypes.c_size_t, _S, ctypes.c_size_t),
-    "fake_entry_points": (ctypes.c_size_t, _S, ctypes.c_size_t),
     "fake_count": (_I64, _S),
     "fake_clear_reports": (None,),
     "fake_clear_counts": (None,),
@@ -303,9 +302,6 @@ class FakeCuda:
         reports = self.reports()
         self.library.fake_clear_reports()
         return reports
-
-    def entry_points(self) -> list[str]:
-        return self._text("fake_entry_points")
 
     def live(self) -> dict[str, int]:
         """Returns how many objects of each kind the program holds."""

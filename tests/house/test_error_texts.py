@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.foreign import Piece, write_foreign
 from support.rank_fixture import StartRanks
-from support.saves import READERS, WRITERS, change, files_in, load, raises_one, read_footer, save
+from support.saves import READERS, WRITERS, change, load, raises_one, read_footer, save
 from support.states import assert_same
 from support.zip_samples import saved
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,10 +28,8 @@ from torch_dcpx import (
     CorruptionError,
     DcpxReader,
     DcpxWriter,
-    NotCommittedError,
     PlanError,
     StorageError,
-    UnsupportedError,
     errors,
 )
 
@@ -164,26 +162,6 @@ def test_stored_tensor_that_is_not_what_the_metadata_says_is_an_error(
 # ---- No checkpoint, or a bad one ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "a file", "data without metadata"])
-def test_directory_without_a_checkpoint_is_not_committed(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "ckpt"
-    if kind == "a file":
-        path.write_bytes(b"x")
-    elif kind == "data without metadata":
-        save(state(), path)
-        (path / ".metadata").unlink()
-    elif kind == "empty":
-        path.mkdir()
-    with pytest.raises(CheckpointException):
-        load(state(), path, "stock")
-    with raises_one(NotCommittedError) as raised:
-        load(state(), path)
-    assert isinstance(raised.error, FileNotFoundError)
-    assert raised.error.path is not None
-    assert raised.error.path.startswith(str(path))
-    assert ("1 data file" in str(raised.error)) == kind.startswith("data")
-
-
 def test_entry_without_a_place_is_corruption_of_the_metadata(tmp_path: Path) -> None:
     def forget(metadata: Metadata) -> None:
         assert metadata.storage_data is not None
@@ -196,18 +174,6 @@ def test_entry_without_a_place_is_corruption_of_the_metadata(tmp_path: Path) -> 
     with raises_one(CorruptionError) as raised:
         load({"w": value}, tmp_path)
     assert (raised.error.fqn, raised.error.touched) == ("w", ())
-
-
-def test_damaged_block_names_tensor_file_range_and_what_was_touched(tmp_path: Path) -> None:
-    save(state(), tmp_path)
-    row = read_footer(tmp_path / "__0_0.distcp").row("weight")
-    change(tmp_path / "__0_0.distcp", row.payload_offset, b"\x01\x02")
-    with raises_one(CorruptionError) as raised:
-        load(state(), tmp_path)
-    error = raised.error
-    assert (error.path, error.touched is not None) == (str(tmp_path / "__0_0.distcp"), True)
-    assert error.offset <= row.payload_offset < error.offset + error.nbytes
-    assert error.expected != error.found
 
 
 # ---- Saves --------------------------------------------------------------------------------------
@@ -236,30 +202,6 @@ def test_state_that_stock_cannot_save_fails_with_its_text(tmp_path: Path, bad: A
     assert found[0] == found[1]
     assert isinstance(found[0], tuple)
     assert [*(tmp_path / "ours").glob("*.distcp"), *(tmp_path / "ours").glob(".metadata*")] == []
-
-
-@pytest.mark.parametrize("use_collectives", [True, False])
-@pytest.mark.parametrize("first", WRITERS)
-def test_existing_checkpoint_is_refused_with_stocks_text(
-    tmp_path: Path, first: str, use_collectives: bool
-) -> None:
-    def run(writer: Any) -> Any:
-        return dcp.save(
-            state(), storage_writer=writer, no_dist=True, use_collectives=use_collectives
-        )
-
-    run(WRITERS[first](tmp_path))
-    before = files_in(tmp_path)
-    for writer in WRITERS.values():
-        assert outcome(lambda writer=writer: run(writer(tmp_path, overwrite=False)), tmp_path) == (
-            RuntimeError,
-            "Checkpoint already exists and self.overwrite=False.",
-        )
-    after = files_in(tmp_path)
-    for files in (before, after):
-        files.pop(".dcpx.0.lock", None)
-    assert after == before
-    run(DcpxWriter(tmp_path, overwrite=True))
 
 
 def test_path_that_is_a_file_is_a_storage_error_with_errno(tmp_path: Path) -> None:
@@ -291,17 +233,6 @@ def test_item_that_the_plan_writes_twice_is_a_plan_error(tmp_path: Path) -> None
                  planner=Twice(), no_dist=True)  # fmt: skip
     assert raised.error.fqn == "w"
     assert not (tmp_path / "ckpt").exists(), "it was refused before anything was made"
-
-
-def test_meta_tensor_is_the_error_that_stock_raises_too(tmp_path: Path) -> None:
-    for writer in WRITERS:
-        with pytest.raises(CheckpointException) as caught:
-            save({"w": torch.ones(3, device="meta")}, tmp_path / writer, writer)
-        error = caught.value.failures[0][0]
-        assert isinstance(error, NotImplementedError)
-    assert isinstance(caught.value.failures[0][0], NotImplementedError)
-    with raises_one(UnsupportedError):
-        save({"w": torch.ones(3, device="meta")}, tmp_path / "ours")
 
 
 # ---- Between ranks ------------------------------------------------------------------------------
