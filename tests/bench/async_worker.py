@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from async_cases import ASYNC_CASES
 from async_sides import NEEDS_RANKS, Memcpy, side, sides_by_name
 from case_states import make_state, payload_bytes
 from disk import settle
-from harness import run_rounds
+from harness import run_case
 from meters import CountingThread, extra_peak_bytes, resident_bytes
 
 FIRST = 2  # after this save, and after the last, the resident memory is read
@@ -117,10 +116,5 @@ def time_sides(
     sides = [side(name, state, known[name]) for name in names if name != "memcpy"]
     if "memcpy" in names:
         sides.append(Memcpy(state).side())
-
-    def log(line: str) -> None:
-        print(f"{case}: {line}", file=sys.stderr, flush=True)
-
-    quiet_s = 0.05 if size == "full" else 0.01
-    times = run_rounds(sides, rounds, folder, log, quiet_s=quiet_s)
+    times = run_case(case, sides, rounds, size, folder)
     return {"bytes": payload_bytes(state), "times": times}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from cases import EXPORT_CASES, EXPORT_SIDES
 from export_sides import ExportSides
-from harness import barrier, run_rounds, slowest
+from harness import barrier, run_case, slowest
 from meters import extra_peak_bytes
 
 
@@ -29,14 +28,8 @@ def measure(
     case = EXPORT_CASES[name]
     made = ExportSides(case, size, rank, ranks, folder)
     sides = [made.side(side) for side in EXPORT_SIDES if not only or side in only]
-
-    def log(line: str) -> None:
-        if rank == 0:
-            print(f"{case.name}, {ranks} rank(s): {line}", file=sys.stderr, flush=True)
-
     counted = rounds or case.rounds_at(size, ranks)
-    quiet_s = 0.05 if size == "full" else 0.01
-    times = run_rounds(sides, counted, folder, log, quiet_s=quiet_s)
+    times = run_case(f"{case.name}, {ranks} rank(s)", sides, counted, size, folder)
     if {"load", "save"} <= times.keys():
         pairs = zip(times["load"], times["save"], strict=True)
         times["load_and_save"] = [load + save for load, save in pairs]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,3 +104,13 @@ def run_rounds(
                     times[name].append(seconds)
         log(f"round {number} of {rounds}" + " (warm-up, checked)" * (number == 0))
     return times
+
+
+def run_case(label: str, sides: Sequence[Side], rounds: int, size: str, folder: Path) -> Times:
+    """Times all sides of a case; rank 0 says what is done, and small sizes wait less."""
+
+    def log(line: str) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{label}: {line}", file=sys.stderr, flush=True)
+
+    return run_rounds(sides, rounds, folder, log, quiet_s=0.05 if size == "full" else 0.01)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from case_states import make_state, payload_bytes
 from cases import LOAD_CASES, SHARD_DIMS, Case
-from harness import run_rounds
+from harness import run_case
 from load_setup import sides_of
 from load_sides import Destination, LoadSides, write_checkpoints
 
@@ -37,13 +36,8 @@ def measure(
         sides = [maker.side(name) for name in names]
         if size == "full":
             sides = [side._replace(rounds=case.rounds_of.get(side.name)) for side in sides]
-
-        def log(line: str, cache: str = cache) -> None:
-            print(f"{case.name}, {cache}: {line}", file=sys.stderr, flush=True)
-
         counted = rounds or case.rounds_at(size)
-        quiet_s = 0.05 if size == "full" else 0.01
-        times = run_rounds(sides, counted, folder, log, quiet_s=quiet_s)
+        times = run_case(f"{case.name}, {cache}", sides, counted, size, folder)
         found: dict[str, Any] = {
             "case": case.name,
             "ranks": 1,

@@ -6,12 +6,13 @@ import gc
 import math
 import os
 import pickle
-import re
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from meters import resident_bytes
 
 MIB = 1 << 20
 
@@ -26,21 +27,15 @@ class Timing(NamedTuple):
     peak_bytes: int  # of the whole process, its input included
 
 
-def _resident(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    (kib,) = re.findall(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    return 1024 * int(kib)
-
-
 def timed(step: Callable[[], Any]) -> tuple[Timing, Any]:
     """Runs a step with the peak of this process reset before it. Returns its result as well."""
     gc.collect()  # makes the input old: what made it is no part of the step
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident size
-    before = _resident("VmRSS")
+    before = resident_bytes("VmRSS")
     began = time.process_time()
     result = step()
     seconds = time.process_time() - began
-    peak = _resident("VmHWM")
+    peak = resident_bytes("VmHWM")
     return Timing(seconds, peak - before, peak), result
 
 

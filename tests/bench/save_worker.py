@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from case_states import make_state, payload_bytes
 from cases import CASES, Case
-from harness import Side, run_rounds
+from harness import Side, run_case
 from save_setup import sides_of
 from save_sides import WRITERS, RawSide, dcp_side, dcpx_side, safetensors_side
 
@@ -38,14 +37,8 @@ def measure(
             side = raw.side()
         fewer = case.rounds_of.get(name) if size == "full" else None
         sides.append(side._replace(rounds=fewer))
-
-    def log(line: str) -> None:
-        if rank == 0:
-            print(f"{case.name}, {ranks} rank(s): {line}", file=sys.stderr, flush=True)
-
     counted = rounds or case.rounds_at(size, ranks)
-    quiet_s = 0.05 if size == "full" else 0.01
-    times = run_rounds(sides, counted, folder, log, quiet_s=quiet_s)
+    times = run_case(f"{case.name}, {ranks} rank(s)", sides, counted, size, folder)
     nbytes = payload_bytes(state) * ranks
     found: dict[str, Any] = {"bytes": nbytes, "items": case.size(size).items, "times": times}
     if raw is not None:
