@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_cases import ASYNC_CASES
+from cases import ASYNC_CASES
 from driver import ROOT, run_worker
 from machine import describe_machine
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from async_cases import ASYNC_CASES
 from async_sides import NEEDS_RANKS, Memcpy, side, sides_by_name
 from case_states import make_state, payload_bytes
-from disk import settle
-from harness import run_case
+from cases import ASYNC_CASES
+from harness import run_case, settle
 from meters import CountingThread, extra_peak_bytes, resident_bytes
 
 FIRST = 2  # after this save, and after the last, the resident memory is read

@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
     for case in args.cases:
         for ranks in args.ranks:
             result = run_worker(
-                "export_ranks:measure", scratch, ranks, name=case, size=args.size,
+                "export_sides:measure", scratch, ranks, name=case, size=args.size,
                 only=args.sides, rounds=args.rounds,
                 has_meters=not args.no_meters and case in args.metered,
             )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The sides of export.py: one sharded state, as a checkpoint and as an artifact."""
+"""One rank of export.py: the sides of a sharded state, as a checkpoint and as an artifact."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import safetensors
 import torch
 import torch.distributed as dist
 from case_states import COLUMNS, make_blank
-from cases import Case, MismatchError
-from harness import Side, barrier
+from cases import EXPORT_CASES, EXPORT_SIDES, Case, MismatchError
+from harness import Side, barrier, run_case, slowest
+from meters import extra_peak_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -92,3 +94,38 @@ def check_bits(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
     """Raises MismatchError where bits differ."""
     if not torch.equal(expected.view(torch.int32), found.view(torch.int32)):
         raise MismatchError(f"{name!r} has other bits than were exported")
+
+
+def measure(
+    *,
+    name: str,
+    size: str,
+    only: Sequence[str],
+    rounds: int | None,
+    has_meters: bool,
+    folder: Path,
+) -> dict[str, Any]:
+    """Returns the times of the sides, and what each took of memory on the rank that took most."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    case = EXPORT_CASES[name]
+    made = ExportSides(case, size, rank, ranks, folder)
+    sides = [made.side(side) for side in EXPORT_SIDES if not only or side in only]
+    counted = rounds or case.rounds_at(size, ranks)
+    times = run_case(f"{case.name}, {ranks} rank(s)", sides, counted, size, folder)
+    if {"load", "save"} <= times.keys():
+        pairs = zip(times["load"], times["save"], strict=True)
+        times["load_and_save"] = [load + save for load, save in pairs]
+    found: dict[str, Any] = {"bytes": made.nbytes, "items": case.size(size).items}
+    found["times"] = times
+    if has_meters:
+        found["meters"] = {}
+        for side in sides:
+            path = folder / f"{side.name}-metered"
+            barrier()
+            own = extra_peak_bytes(lambda: side.run(path) and None)  # noqa: B023 - called at once
+            peak = slowest({"extra_peak_bytes": own})  # of the rank that took most
+            found["meters"][side.name] = {what: int(value) for what, value in peak.items()}
+            barrier()
+            if rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+    return found

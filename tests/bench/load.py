@@ -49,8 +49,8 @@ def measure_meters(args: argparse.Namespace, scratch: Path) -> list[dict[str, An
             asked = {"case": case, "side": side, "size": args.size}
             with tempfile.TemporaryDirectory(dir=scratch) as name:
                 # Saved by a process of its own, whose memory is then gone.
-                run_worker("load_meter_worker:save", Path(name), **asked)
-                meters[side] = run_worker("load_meter_worker:meter", Path(name), **asked)
+                run_worker("load_worker:save", Path(name), **asked)
+                meters[side] = run_worker("load_worker:meter", Path(name), **asked)
         found.append({"case": case, "ranks": 1, "cache": WARM, "meters": meters})
     return found
 

@@ -1,4 +1,4 @@
-"""The process of load.py that times the sides of some cases."""
+"""A process of load.py: times the sides of some cases, or takes the memory of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from case_states import make_state, payload_bytes
 from cases import LOAD_CASES, SHARD_DIMS, Case
 from harness import run_case
 from load_setup import sides_of
-from load_sides import Destination, LoadSides, write_checkpoints
+from load_sides import (
+    READERS,
+    Destination,
+    LoadSides,
+    files_of,
+    load,
+    load_safetensors,
+    read_to_cache,
+    write_checkpoints,
+)
+from meters import extra_peak_bytes
 
 
 def measure(
@@ -75,3 +85,39 @@ def measure_all(
         results += measure(LOAD_CASES[name], size, own, caches, sides, rounds)
         shutil.rmtree(own)
     return results
+
+
+def memory_of(case: Case, size: str, side: str, folder: Path) -> dict[str, int]:
+    """Returns by how much memory grew at most while the side loaded what is in `folder`."""
+    destination = Destination(case, make_state(case, size))
+    destination.make_blank()
+    files = files_of(side, folder)
+    read_to_cache(files)
+
+    def load_all() -> None:
+        for state in destination.states:
+            if side == "safetensors":
+                load_safetensors(state, files)
+            else:
+                load(side, state, READERS[side][1](files))
+
+    found = extra_peak_bytes(load_all)
+    destination.check(tensors_only=side == "safetensors")
+    return {"extra_peak_bytes": found}
+
+
+def save(*, case: str, side: str, size: str, folder: Path) -> None:
+    """Writes what `meter` loads."""
+    (folder / "saved").mkdir()
+    write_checkpoints(
+        LOAD_CASES[case], make_state(LOAD_CASES[case], size), folder / "saved", [side]
+    )
+
+
+def meter(*, case: str, side: str, size: str, folder: Path) -> dict[str, int]:
+    """Returns what `memory_of` finds, after a load for imports and first uses."""
+    tiny, tiny_case = folder / "tiny", LOAD_CASES["tiny"]
+    tiny.mkdir()
+    write_checkpoints(tiny_case, make_state(tiny_case, "full"), tiny, [side])
+    memory_of(tiny_case, "full", side, tiny)
+    return memory_of(LOAD_CASES[case], size, side, folder / "saved")

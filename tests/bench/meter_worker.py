@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from case_states import make_state, payload_bytes
 from cases import CASES
-from disk import settle
 from engine_clock import engine_calls
+from harness import settle
 from meters import CountingThread, Reading, extra_peak_bytes, relative_rate, resident_bytes
 from raw_limit import WriteConfig, build_program, write_raw
 from save_sides import WRITERS, save, save_safetensors

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import obstore
-from object_probe import make_store, spread
-from object_server import ObjectServer
+from object_server import ObjectServer, make_store, spread
 from obstore.store import S3Store
 
 KIB, MIB = 1 << 10, 1 << 20

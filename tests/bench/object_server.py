@@ -1,4 +1,5 @@
-"""The S3 server of tests for benches: it drops data, waits before it answers, and counts.
+"""The S3 server of tests for benches: it drops data, waits before it answers, and counts;
+a client of it, and a figure with its range.
 
 with ObjectServer(mode="keep", core=1) as server:
     ...  # a client of server.endpoint: any bucket, any key, any credentials
@@ -8,16 +9,20 @@ with ObjectServer(mode="keep", core=1) as server:
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from obstore.store import S3Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support import object_server
 from support.s3_bucket import BLOCK_BYTES, GROWTH_BYTES
 
-__all__ = ["BLOCK_BYTES", "GROWTH_BYTES", "ObjectServer"]
+__all__ = ["BLOCK_BYTES", "GROWTH_BYTES", "ObjectServer", "make_store", "spread"]
 
 
 class ObjectServer(object_server.ObjectServer):
@@ -65,3 +70,22 @@ class ObjectServer(object_server.ObjectServer):
         """
         delay = "" if latency_ms is None else f"&latency_ms={latency_ms}"
         self.ask("POST", f"/__reset__?empty={int(is_empty)}{delay}")
+
+
+def make_store(endpoint: str, **options: Any) -> S3Store:
+    """Returns a store of the server; `options` default to requests signed without their payload."""
+    return S3Store(
+        "bench",
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="key",
+        secret_access_key="secret",
+        client_options={"allow_http": True, "timeout": "300s"},
+        **(options or {"unsigned_payload": True}),
+    )
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Returns the median and the range, as text."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"

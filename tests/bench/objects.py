@@ -26,8 +26,7 @@ import obstore
 import s3fs
 import torch
 import torch.distributed.checkpoint as dcp
-from object_probe import make_store
-from object_server import ObjectServer
+from object_server import ObjectServer, make_store
 
 import torch_dcpx as dcpx
 

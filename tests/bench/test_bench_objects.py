@@ -12,8 +12,7 @@ import pytest
 
 obstore = pytest.importorskip("obstore")
 
-from object_probe import make_store  # noqa: E402
-from object_server import BLOCK_BYTES, GROWTH_BYTES, ObjectServer  # noqa: E402
+from object_server import BLOCK_BYTES, GROWTH_BYTES, ObjectServer, make_store  # noqa: E402
 from support.warm import warm_parent  # noqa: E402
 
 
