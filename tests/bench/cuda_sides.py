@@ -29,15 +29,11 @@ _SAVE_AND_LOAD_S = 80e-6
 _SAVE_AND_LOAD_GIB_S = 1.5  # besides, a GiB
 
 
-class Moves:
-    """The sides of one case. Holds its state on the device, and one page-locked block of its bytes.
+class OnDevice:
+    """A case's state on the device, and one page-locked block of its bytes to compare with."""
 
-    Args:
-        folder: in memory (tmpfs), for the checkpoint that is loaded.
-    """
-
-    def __init__(self, gpu: Gpu, case: Case, folder: Path) -> None:
-        self._gpu, self._case, self._path = gpu, case, folder / "loaded"
+    def __init__(self, gpu: Gpu, case: Case, path: Path) -> None:
+        self._gpu, self._case, self._path = gpu, case, path
         self._state = gpu.state(case)
         self._twin = gpu.for_torch(self._state)
         self._stagers: list[Any] = []
@@ -55,6 +51,25 @@ class Moves:
         self._host.close()
         shutil.rmtree(self._path, ignore_errors=True)
         self._state = self._twin = {}
+
+    def _block_copy(self, to_host: bool) -> Side:
+        """Returns the side of one page-locked block, whose registering is not timed."""
+
+        def side() -> float:
+            self._host.register(self._gpu.calls)
+            ends = self._host, self._block, self._stream
+            return timed(
+                lambda: self._gpu.copy_block(*ends, to_host=to_host), self._gpu.synchronize
+            )
+
+        return side
+
+
+class Moves(OnDevice):
+    """The sides of one case. The checkpoint that is loaded lies in `folder`, in memory (tmpfs)."""
+
+    def __init__(self, gpu: Gpu, case: Case, folder: Path) -> None:
+        super().__init__(gpu, case, folder / "loaded")
 
     def check(self) -> None:
         """Raises unless what is staged is the state, bit for bit."""
@@ -76,18 +91,6 @@ class Moves:
         """Returns about how many seconds `save` and one load take."""
         gib = self._case.nbytes / GIB
         return _SAVE_AND_LOAD_S * len(self._case.shapes) + _SAVE_AND_LOAD_GIB_S * gib
-
-    def _block_copy(self, to_host: bool) -> Side:
-        """Returns the side of one page-locked block, whose registering is not timed."""
-
-        def side() -> float:
-            self._host.register(self._gpu.calls)
-            ends = self._host, self._block, self._stream
-            return timed(
-                lambda: self._gpu.copy_block(*ends, to_host=to_host), self._gpu.synchronize
-            )
-
-        return side
 
     def _timed(self, run: Callable[[], object]) -> Side:
         return lambda: timed(run, self._gpu.synchronize)

@@ -7,14 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from cuda_cases import Case
-from cuda_gpu import Gpu, HostBlock
-from cuda_rounds import Found, Side, interleave, timed
-from cuda_sides import serves_again, until_pinned
+from cuda_gpu import Gpu
+from cuda_rounds import Found, Side, interleave
+from cuda_sides import OnDevice, serves_again, until_pinned
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import torch_dcpx as dcpx
@@ -23,28 +22,17 @@ from torch_dcpx import WriteOptions
 _STEPS = 40  # timed at one time, idle or beside a save
 
 
-class Stalls:
+class Stalls(OnDevice):
     """Saves in the background of one case's state; `seconds` is how long each kept its caller.
 
     A first save finds no memory of the process's: `dcpx.close` has given it back.
     """
 
     def __init__(self, gpu: Gpu, case: Case, folder: Path) -> None:
-        self._gpu, self._case, self._path = gpu, case, folder / "saved"
-        self._state = gpu.state(case)
-        self._twin = gpu.for_torch(self._state)
-        self._stager: Any = None
-        self._stream = gpu.calls.stream()
-        self._block = gpu.alloc(case.nbytes)
-        self._host = HostBlock(case.nbytes)
-        self._host.touch()
+        super().__init__(gpu, case, folder / "saved")
 
     def close(self) -> None:
-        if self._stager is not None:
-            self._stager.close()
-        self._gpu.calls.destroy_stream(self._stream)
-        self._gpu.free(self._block)
-        self._host.close()
+        super().close()
         dcpx.close()
 
     @property
@@ -73,18 +61,16 @@ class Stalls:
         """
 
         def side() -> float:
-            is_used_up = self._stager is not None and not serves_again(self._stager)
-            if self._stager is not None and (is_first or is_used_up):
-                self._stager.close()
-                self._stager = None
+            if self._stagers and (is_first or not serves_again(self._stagers[-1])):
+                self._stagers.pop().close()
             self._gpu.synchronize()
             began = time.perf_counter()
-            if self._stager is None:
-                self._stager = DefaultStager(StagingOptions(**self._gpu.stager_options()))
+            if not self._stagers:
+                self._stagers.append(DefaultStager(StagingOptions(**self._gpu.stager_options())))
             done = dcp.async_save(
                 self._twin,
                 storage_writer=dcp.FileSystemWriter(self._path),
-                async_stager=self._stager,
+                async_stager=self._stagers[-1],
                 no_dist=True,
             )
             if hasattr(done, "staging_completion"):
@@ -96,11 +82,6 @@ class Stalls:
 
         return side
 
-    def _copy(self) -> float:
-        self._host.register(self._gpu.calls)
-        ends = self._host, self._block, self._stream
-        return timed(lambda: self._gpu.copy_block(*ends, to_host=True), self._gpu.synchronize)
-
     def sides(self) -> dict[str, Side]:
         def prewarm() -> None:
             dcpx.close()
@@ -108,7 +89,7 @@ class Stalls:
             until_pinned()
 
         return {
-            "block": self._copy,
+            "block": self._block_copy(to_host=True),
             "ours, first": self._ours(False, dcpx.close),
             "ours, later": self._ours(False),
             "ours, overlapped, first": self._ours(True, dcpx.close),
