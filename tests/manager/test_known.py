@@ -13,7 +13,7 @@ import pytest
 import torch
 from trainings import manager_of, save_steps
 
-from torch_dcpx import CorruptionError, PerRank, StorageError
+from torch_dcpx import CorruptionError, DcpxError, PerRank, StorageError
 from torch_dcpx.manager import state as manager_state
 from torch_dcpx.manager.content import encode_content
 from torch_dcpx.manager.stored import Record
@@ -66,6 +66,8 @@ def test_what_was_renamed_or_removed_by_a_manager_is_not_missing(tmp_path: Path)
     save_steps(manager, 1, 2, 3)
     (tmp_path / "step-3" / "notes.txt").write_text("mine")  # so that the directory stays
     manager.delete(3)
+    with pytest.raises(DcpxError, match="step-3"):
+        manager.delete(3)
     assert (tmp_path / "step-3").is_dir()
     assert manager_of(tmp_path).resume().tag == "step-2"
     (tmp_path / "step-2").rename(tmp_path / "best")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from support.rank_fixture import StartRanks
 from support.states import assert_same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,30 +158,6 @@ def several_saves_in_flight(root: Path) -> None:
             assert state["x"].eq(step - 1).all()
 
 
-def wrapped_by_fsdp1(root: Path) -> None:
-    def made(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        model = FullyShardedDataParallel(
-            Net(seed), device_id=torch.device("cpu"), use_orig_params=True
-        )
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = made(0)
-        train(model, [optimizer], 1)
-        with manager_of(root / "fsdp1") as manager:
-            manager.save(1, model=model, optimizer=optimizer)
-            other, others = made(1)
-            manager.resume(model=other, optimizer=others)
-        for step in (2, 3):
-            train(model, [optimizer], step)
-            train(other, [others], step)
-        with FullyShardedDataParallel.summon_full_params(model):
-            expected = {n: p.detach().clone() for n, p in model.named_parameters()}
-        with FullyShardedDataParallel.summon_full_params(other):
-            assert_same(expected, {n: p.detach().clone() for n, p in other.named_parameters()})
-
-
 def one_rank_goes_on_with_what_two_have_saved(root: Path) -> None:
     expected = torch.load(root / "fsdp2.pt", weights_only=True)
     model, optimizers = sharded(1)
@@ -229,7 +204,7 @@ def test_what_two_ranks_saved_one_resumes(ranks: StartRanks, tmp_path: Path) -> 
     ranks(2)(sharded_training_with_several_optimizers, tmp_path)
     exported = [st.load_file(tmp_path / name / "model.safetensors") for name in ("stored", "live")]
     assert_same(*exported)
-    for case in (stages_of_a_pipeline, several_saves_in_flight, wrapped_by_fsdp1):
+    for case in (stages_of_a_pipeline, several_saves_in_flight):
         ranks(2)(case, tmp_path)
     for case in (one_rank_goes_on_with_what_two_have_saved, one_rank_has_all_stages):
         ranks(1)(case, tmp_path)

@@ -55,6 +55,18 @@ def test_of_several_optimizers_those_that_were_not_saved_stay_without_state(tmp_
         manager_of(tmp_path).resume(model=model, optimizer=given, strict=False)
         assert_same(first.state_dict(), both["a"].state_dict())
         assert not both["b"].state
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for one in both.values():
+            one.param_groups[0]["lr"] = 0.1 + len(one.state)
+            one.step()
+        manager_of(tmp_path).save(2, model=model, optimizer=given)
+        again = [adamw(layer) for layer in model]
+        its = dict(zip("ab", again, strict=True)) if isinstance(own, dict) else again
+        manager_of(tmp_path).resume(model=model, optimizer=its)
+        assert_same(
+            [one.state_dict() for one in both.values()], [one.state_dict() for one in again]
+        )
 
 
 def test_gradients_do_not_keep_a_new_optimizer_from_its_state(tmp_path: Path) -> None:

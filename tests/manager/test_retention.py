@@ -15,7 +15,6 @@ from trainings import Called, manager_of, on_disk, resumed, save_steps
 
 from torch_dcpx import (
     ConcurrentSaveError,
-    DcpxError,
     OptionError,
     StorageError,
     UnsupportedError,
@@ -56,44 +55,26 @@ def test_rule_that_cannot_work_is_refused(tmp_path: Path, rules: Any) -> None:
         manager_of(tmp_path, **rules)
 
 
-def test_pinned_checkpoints_stay_until_they_are_unpinned(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path, keep_last=1)
-    save_steps(manager, 1)
-    manager.pin(1)
-    save_steps(manager, 2)
-    with manager_of(tmp_path, keep_last=1) as other:  # another job respects it
-        save_steps(other, 3)
-    assert manager.tags() == ["step-1", "step-3"]
-    with pytest.raises(UnsupportedError, match="pinned"):
-        manager.delete(1)
-    with pytest.raises(DcpxError):
-        manager.pin(9)
-    manager.pin(1)  # again is fine
-    manager.unpin(1)
-    save_steps(manager, 4)
-    assert manager.tags() == ["step-4"]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(
-    tmp_path: Path, is_async: bool
-) -> None:
+def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
-    manager = manager_of(tmp_path, async_save=is_async)
+    manager = manager_of(tmp_path, async_save=True)
     save_steps(manager, 5)
     manager.pin(5)
+    manager.pin(5)  # again is fine
     before = files()
-    for one in (manager, manager_of(tmp_path, async_save=is_async)):
+    for one in (manager, manager_of(tmp_path)):
         with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned; unpin it"):
             one.save(5, state={"x": torch.zeros(3)})
         assert not one._retention.busy
     assert files() == before
+    with manager_of(tmp_path, keep_last=1) as other:  # another job respects it
+        save_steps(other, 6, 7)
+    assert manager.tags() == ["step-5", "step-7"]
     manager.unpin(5)
-    manager.save(5, state={"x": torch.ones(3)})
-    manager.wait()
-    assert resumed(tmp_path)[1] == 1.0
+    save_steps(manager, 5)
+    assert resumed(tmp_path)[1] == 5.0
 
 
 def test_checkpoint_that_is_pinned_while_a_save_to_it_goes_on_keeps_its_content(
@@ -207,21 +188,6 @@ def test_nothing_goes_while_the_newest_is_not_whole(tmp_path: Path) -> None:
     assert on_disk(tmp_path) == {"step-1", "step-2", "step-3"}
     save_steps(manager, 4)
     assert manager.tags() == ["step-4"]
-
-
-def test_delete_takes_one_and_the_newest_is_told_anew(tmp_path: Path) -> None:
-    manager = manager_of(tmp_path)
-    save_steps(manager, 1, 2, 3)
-    manager.delete(3)
-    manager.delete("step-1")
-    assert manager_of(tmp_path).latest() == "step-2"
-    assert on_disk(tmp_path) == {"step-2"}
-    with pytest.raises(UnsupportedError, match="the last whole checkpoint"):
-        manager.delete(2)
-    with pytest.raises(DcpxError, match="step-3"):
-        manager.delete(3)
-    save_steps(manager, 4)
-    assert manager_of(tmp_path).latest() == "step-4"
 
 
 @pytest.mark.slow

@@ -37,35 +37,6 @@ def test_resumed_training_equals_the_uninterrupted_bit_for_bit(
     assert_same(whole.model.state_dict(), again.model.state_dict())
 
 
-@pytest.mark.parametrize("several", [list, dict])
-def test_several_optimizers_and_frozen_groups_come_back(tmp_path: Path, several: Any) -> None:
-    def made(seed: int) -> tuple[Training, Any]:
-        training = Training(seed)
-        first, second = training.model
-        second.bias.requires_grad_(False)
-        groups = [{"params": [second.weight]}, {"params": [second.bias], "lr": 7.0}]
-        optimizers = {
-            "one": torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
-            "two": torch.optim.AdamW(groups, lr=0.5),
-        }
-        return training, optimizers if several is dict else list(optimizers.values())
-
-    def train(training: Training, optimizers: Any, step: int) -> None:
-        training.gradients(step)
-        for optimizer in optimizers.values() if several is dict else optimizers:
-            optimizer.step()
-
-    training, optimizers = made(0)
-    train(training, optimizers, 1)
-    manager = manager_of(tmp_path)
-    manager.save(1, model=training.model, optimizer=optimizers)
-    train(training, optimizers, 2)
-    other, others = made(1)
-    manager.resume(model=other.model, optimizer=others)
-    train(other, others, 2)
-    assert_same(training.model.state_dict(), other.model.state_dict())
-
-
 def test_optimizer_is_left_alone_on_request(tmp_path: Path) -> None:
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     training.train(1)
