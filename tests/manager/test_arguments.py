@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainings import manager_of, on_disk, save_steps
+from trainings import Log, manager_of, on_disk, save_steps
 
 from torch_dcpx import (
     CheckpointManager,
@@ -104,9 +104,7 @@ def test_arguments_by_position_that_have_names_are_refused_with_these(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_keep_best_warns_once_of_saves_without_its_metric(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keep_best_warns_once_of_saves_without_its_metric(tmp_path: Path, caplog: Log) -> None:
     with manager_of(tmp_path, keep_best=("loss", "min", 1)) as manager:
         save_steps(manager, 1, metrics={"loss": torch.tensor(0.5), "acc": 1})
         assert caplog.records == []

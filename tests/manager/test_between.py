@@ -93,7 +93,7 @@ def what_raises_between_two_exchanges(root: Path) -> None:
     assert manager_of(root).resume(model=model).tag == "step-2"
 
 
-def test_error_of_one_rank_between_two_exchanges_is_raised_on_all(
+def test_error_between_two_exchanges_is_raised_on_all_ranks(
     ranks: StartRanks, tmp_path: Path
 ) -> None:
     ranks(2)(what_raises_between_two_exchanges, tmp_path)
@@ -180,9 +180,7 @@ def what_raises_at_the_end_of_a_resume(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_raises_on_one_rank_raises_on_all_and_the_next_calls_work(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
+def test_what_one_rank_raises_all_raise_and_go_on(ranks: StartRanks, tmp_path: Path) -> None:
     ranks(2)(what_raises_at_the_end_of_a_resume, tmp_path)
 
 
@@ -295,9 +293,7 @@ def what_one_rank_would_keep_is_an_error_on_all(root: Path) -> None:
     assert manager.resume(state=state_of(0)).tag == "step-1"
 
 
-def test_ranks_fall_back_together_whichever_has_read_the_damage(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
+def test_ranks_fall_back_together_whoever_reads_damage(ranks: StartRanks, tmp_path: Path) -> None:
     for rank in (0, 1):
         ranks(2)(all_ranks_fall_back, tmp_path / f"of-{rank}", rank)
     ranks(2)(all_ranks_hear_that_nothing_is_good, tmp_path / "none")

@@ -197,9 +197,7 @@ class OneRank:
         return None, exchange.all_reduce(step, lambda: local()[1], answer)
 
 
-def test_ranks_whose_clocks_differ_decide_alike_and_seldom_exchange(
-    ranks: Ranks, seed: int
-) -> None:
+def test_ranks_whose_clocks_differ_decide_alike_with_few_exchanges(ranks: Ranks, seed: int) -> None:
     def train(rank: int) -> tuple[list[int], int]:
         rng = random.Random(seed + rank)
         catalog, clock = OneRank(ranks, rank), HandClock(rng.uniform(0, 1e6))

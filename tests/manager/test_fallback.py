@@ -12,7 +12,18 @@ import numpy
 import pytest
 import torch
 from support.states import assert_same
-from trainings import Called, Held, Training, damage, large, manager_of, save_steps, warnings_of
+from trainings import (
+    Called,
+    Held,
+    Log,
+    Patch,
+    Training,
+    damage,
+    large,
+    manager_of,
+    save_steps,
+    warnings_of,
+)
 
 from torch_dcpx import (
     CheckpointManager,
@@ -58,9 +69,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_damaged_newest_gives_way_to_the_commit_before_it(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_newest_gives_way_to_the_commit_before_it(root: Path, caplog: Log) -> None:
     assert manager_of(root).resume().tag == "step-160"
     file = damage(root / "step-160")
     info = manager_of(root).resume()  # what is not asked for may be damaged
@@ -80,7 +89,7 @@ def test_damaged_newest_gives_way_to_the_commit_before_it(
     assert manager.tags()[-2:] == ["step-160", "step-155"]
 
 
-def test_fallback_goes_on_until_one_is_good(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallback_goes_on_until_one_is_good(root: Path, caplog: Log) -> None:
     for step in (160, 150):
         damage(root / f"step-{step}")
     (root / "step-100" / ".metadata").unlink()
@@ -165,9 +174,7 @@ def test_save_that_did_not_end_is_no_error_without_fallback(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("merge", [False, True])
-def test_training_goes_on_from_the_good_one_as_if_the_damaged_were_not_there(
-    tmp_path: Path, merge: bool
-) -> None:
+def test_training_goes_on_as_if_the_damaged_were_not_there(tmp_path: Path, merge: bool) -> None:
     """Parts that the damaged read has filled, and those handed over, are the good one's."""
     first, loader, live = Training(0), Held(position=0), Held(x=large(0), name="live")
     manager = manager_of(tmp_path)
@@ -198,9 +205,7 @@ class Other:
     """On no allow-list."""
 
 
-def test_only_damage_of_the_checkpoint_falls_back(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_damage_of_the_checkpoint_falls_back(root: Path, monkeypatch: Patch) -> None:
     manager = manager_of(root)
     with pytest.raises(MismatchError, match="step-160"):
         manager.resume(state={"x": large(0), "y": torch.zeros(1)})
@@ -246,9 +251,7 @@ def test_name_that_only_the_damaged_one_holds_leaves_the_damage_as_the_error(roo
     assert (info.tag, asked["x"][0], asked["z"].tolist()) == ("step-160", 160, [0, 0])
 
 
-def test_good_resume_has_no_more_rounds_and_looks_than_without_fallback(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_good_resume_costs_what_one_without_fallback_does(root: Path, monkeypatch: Patch) -> None:
     calls: list[str] = []
 
     def watch(owner: Any, name: str, told: Callable[..., str]) -> None:
@@ -301,9 +304,7 @@ def test_nothing_is_removed_while_all_are_damaged(tmp_path: Path) -> None:
     assert manager.tags() == ["step-1", "step-2"]
 
 
-def test_last_good_one_is_not_deleted_for_a_damaged_one_also_by_the_next_process(
-    tmp_path: Path,
-) -> None:
+def test_last_good_one_is_not_deleted_also_by_the_next_process(tmp_path: Path) -> None:
     save_large(manager_of(tmp_path), 1, 2, 3)
     for step in (2, 3):
         damage(tmp_path / f"step-{step}")
@@ -322,7 +323,7 @@ def test_last_good_one_is_not_deleted_for_a_damaged_one_also_by_the_next_process
 
 
 def test_damage_is_written_down_once_and_with_no_pointer_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     save_large(manager_of(tmp_path), 1, 2)
     damage(tmp_path / "step-2")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.async_saves import gated
 from support.machine import seconds
-from trainings import manager_of, save_steps, warnings_of
+from trainings import Log, manager_of, save_steps, warnings_of
 
 from torch_dcpx import CheckpointManager, NotCommittedError
 from torch_dcpx import save as save_alone
@@ -29,8 +29,8 @@ def fill_with_foreign(root: Path) -> None:
     (root / "tensorboard").symlink_to("logs")
 
 
-def test_foreign_files_do_not_stop_a_fresh_start_and_are_not_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_foreign_files_stop_no_fresh_start_and_no_warning_comes(
+    tmp_path: Path, caplog: Log
 ) -> None:
     fill_with_foreign(tmp_path)
     (tmp_path / "lost+found").chmod(0)
@@ -79,9 +79,7 @@ def test_what_may_be_of_a_checkpoint_stops_a_fresh_start(tmp_path: Path, what: s
     assert manager_of(root, allow_fresh=True).resume(state={"x": torch.zeros(3)}).is_fresh
 
 
-def test_save_under_way_is_no_broken_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_save_under_way_is_no_broken_checkpoint(tmp_path: Path, caplog: Log) -> None:
     gate, options = gated(max_in_flight=2)
     with CheckpointManager(tmp_path, options=options) as manager:
         first = manager.save(1, state={"x": torch.zeros(3)})
@@ -93,9 +91,7 @@ def test_save_under_way_is_no_broken_checkpoint(
     assert caplog.records == []
 
 
-def test_delete_is_not_warned_of_whatever_else_lies_there(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_delete_is_not_warned_of_whatever_else_lies_there(tmp_path: Path, caplog: Log) -> None:
     with manager_of(tmp_path) as manager:
         save_steps(manager, 1, 2, 3)
         (tmp_path / "step-2" / "notes.txt").write_text("mine")

@@ -18,7 +18,7 @@ import pytest
 from support.call_shim import compiled
 from support.machine import seconds, stride
 from test_killed_manager import rows_of
-from trainings import manager_of, on_disk, save_steps
+from trainings import Log, manager_of, on_disk, save_steps
 
 from torch_dcpx.storage.names import root_lock_number
 
@@ -60,14 +60,12 @@ def names(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if root_lock_number(path.name) is None}
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog: Log) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_retention_and_delete_on_fuse_leave_no_trash_and_say_nothing(
-    fuse: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retention_and_delete_on_fuse_leave_and_say_nothing(fuse: Path, caplog: Log) -> None:
     manager = manager_of(fuse, keep_last=2)
     for step in range(1, 5):
         save_steps(manager, step)
@@ -81,8 +79,8 @@ def test_retention_and_delete_on_fuse_leave_no_trash_and_say_nothing(
     assert names(fuse / "step-4") >= {".metadata"}
 
 
-def test_data_file_that_somebody_has_open_on_fuse_goes_with_the_next_retention(
-    fuse: Path, caplog: pytest.LogCaptureFixture
+def test_data_file_that_is_open_on_fuse_goes_with_the_next_retention(
+    fuse: Path, caplog: Log
 ) -> None:
     manager = manager_of(fuse, keep_last=1)
     save_steps(manager, 1)
@@ -97,9 +95,7 @@ def test_data_file_that_somebody_has_open_on_fuse_goes_with_the_next_retention(
     assert warnings_of(caplog) == []
 
 
-def test_lock_file_that_a_child_has_open_on_fuse_does_not_fail_a_delete(
-    fuse: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lock_file_that_is_open_on_fuse_does_not_fail_a_delete(fuse: Path, caplog: Log) -> None:
     manager = manager_of(fuse)
     save_steps(manager, 1, 2, 3)
     with (fuse / "step-1" / ".dcpx.lock").open("rb"):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
+from trainings import Log
 
 from torch_dcpx import (
     CheckpointManager,
@@ -124,9 +125,7 @@ def three(tmp_path: Path) -> CheckpointManager:
     return manager_of(tmp_path, keep_last=1)
 
 
-def test_save_within_a_removal_that_has_chosen_the_one_before_it_stays(
-    three: CheckpointManager,
-) -> None:
+def test_save_within_a_removal_that_has_chosen_its_tag_stays(three: CheckpointManager) -> None:
     forget, told = three._root.forget, list[str]()
 
     def forgets(tag: str) -> None:
@@ -192,9 +191,7 @@ def test_wait_for_another_thread_has_a_deadline(tmp_path: Path) -> None:
     save(manager, 2, 2.0)
 
 
-def test_wait_of_a_manager_ends_where_a_removal_hangs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_wait_of_a_manager_ends_where_a_removal_hangs(tmp_path: Path, caplog: Log) -> None:
     manager = manager_of(tmp_path, keep_last=1)
     hangs, ended = threading.Event(), threading.Event()
     save(manager, 1, 1.0)
@@ -260,9 +257,7 @@ class _InterruptedHandler(logging.Handler):
 
 
 @pytest.mark.parametrize("keep_last", [None, 1])
-def test_save_within_a_handler_of_logging_goes_through(
-    tmp_path: Path, keep_last: int | None
-) -> None:
+def test_save_within_a_logging_handler_goes_through(tmp_path: Path, keep_last: int | None) -> None:
     """The save in the background, and removals, have lines for that handler."""
     manager = manager_of(tmp_path, async_save=True, keep_last=keep_last)
     for number in (1, 2):

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 from support.fuse_fixture import MountedClient, mounted_clients
 from support.rows import check_rows
-from trainings import manager_of, on_disk, save_steps
+from trainings import Log, Patch, manager_of, on_disk, save_steps
 
 from torch_dcpx import ReadOptions, StorageError
 from torch_dcpx.cli.app import app
@@ -52,7 +52,7 @@ class Hide:
 
 
 @pytest.fixture
-def client(two_clients: tuple[MountedClient], monkeypatch: Any) -> Iterator[MountedClient]:
+def client(two_clients: tuple[MountedClient], monkeypatch: Patch) -> Iterator[MountedClient]:
     monkeypatch.setattr(visibility, "UNKNOWN_S", 0.3)
     yield two_clients[0]
     Hide(two_clients[0]).show()
@@ -88,9 +88,7 @@ def resumed(root: Path, **more: Any) -> Any:
 # ---- Removals ------------------------------------------------------------------------------------
 
 
-def test_save_killed_over_a_checkpoint_does_not_remove_its_hidden_one(
-    hide: Hide, root: Path
-) -> None:
+def test_save_killed_over_a_hidden_checkpoint_does_not_remove_it(hide: Hide, root: Path) -> None:
     save_and_wait(root, 1, 2, 3)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     note = f"host={os.uname().nodename} pid=1 boot={boot} name=step-2\n"
@@ -159,9 +157,7 @@ def test_removal_that_did_not_see_a_file_takes_it_later(client: MountedClient, r
     assert on_disk(root) == {"step-4"}
 
 
-def test_checkpoint_that_was_removed_and_saved_anew_is_not_removed_again(
-    hide: Hide, root: Path
-) -> None:
+def test_what_was_removed_and_saved_anew_is_not_removed_again(hide: Hide, root: Path) -> None:
     save_and_wait(root, 1, 2)
     note = root / "step-1" / ".dcpx.deleted"
     note.write_bytes((root / "step-1" / ".metadata").read_bytes())
@@ -208,9 +204,7 @@ def test_last_that_answers_is_not_called_the_last_one(client: MountedClient, roo
     check_rows(rows, check)
 
 
-def test_pin_of_a_checkpoint_that_does_not_answer_says_so(
-    client: MountedClient, root: Path
-) -> None:
+def test_pin_of_what_does_not_answer_says_so(client: MountedClient, root: Path) -> None:
     save_and_wait(root, 1, 2)
     with manager_of(root) as manager:
         own = manager._root.files
@@ -229,7 +223,7 @@ def test_pin_of_a_checkpoint_that_does_not_answer_says_so(
             manager.pin("step-1")
 
 
-def test_removal_goes_on_where_one_read_of_metadata_fails(tmp_path: Path, monkeypatch: Any) -> None:
+def test_removal_goes_on_where_a_read_of_metadata_fails(tmp_path: Path, monkeypatch: Patch) -> None:
     save_and_wait(tmp_path, 1, 2)
     real, failures = removal.referenced_files, ["step-1"]
 
@@ -256,9 +250,7 @@ def test_hidden_newest_is_pointed_to_by_a_later_job(hide: Hide, root: Path) -> N
     assert manager_of(root).resume().tag == "step-3"
 
 
-def test_tags_and_a_resume_say_once_what_they_pass_over(
-    hide: Hide, root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tags_and_a_resume_say_what_they_pass_over(hide: Hide, root: Path, caplog: Log) -> None:
     save_and_wait(root, 1, 2, 3)
     hide("*step-2/.metadata")
     with manager_of(root) as manager:
@@ -275,9 +267,7 @@ def test_tags_and_a_resume_say_once_what_they_pass_over(
         assert len(told) == 1
 
 
-def test_resume_that_finds_none_names_the_one_with_the_highest_number(
-    hide: Hide, root: Path
-) -> None:
+def test_resume_that_finds_none_names_the_highest_number(hide: Hide, root: Path) -> None:
     save_and_wait(root, *range(8, 12))
     (root / "newest").unlink()
     hide("*step-*/.metadata")
@@ -318,9 +308,7 @@ def test_training_does_not_begin_anew_where_a_part_is_down(hide: Hide, root: Pat
     check_rows({down: down.split() for down in downs}, check)
 
 
-def test_root_of_a_killed_save_begins_anew_on_a_shared_file_system(
-    client: MountedClient, root: Path
-) -> None:
+def test_root_of_a_killed_save_begins_anew_when_shared(client: MountedClient, root: Path) -> None:
     save_and_wait(root, 1)
     for name in (".metadata", ".dcpx.readers"):
         (root / "step-1" / name).unlink()
@@ -330,9 +318,7 @@ def test_root_of_a_killed_save_begins_anew_on_a_shared_file_system(
     assert resumed(root, allow_fresh=True).is_fresh
 
 
-def test_pointer_that_does_not_answer_is_not_taken_for_none(
-    client: MountedClient, root: Path
-) -> None:
+def test_pointer_that_does_not_answer_is_not_none(client: MountedClient, root: Path) -> None:
     save_and_wait(root, 1, 2)
     for code in (errno.ENOTCONN, errno.EIO, errno.ETIMEDOUT):
         Hide(client).show()
@@ -343,9 +329,7 @@ def test_pointer_that_does_not_answer_is_not_taken_for_none(
         assert resumed(root, allow_older=True).tag == "step-2"
 
 
-def test_what_did_not_answer_an_hour_ago_does_not_keep_a_resume_from_what_answers_now(
-    client: MountedClient, root: Path
-) -> None:
+def test_what_did_not_answer_before_counts_no_more(client: MountedClient, root: Path) -> None:
     with manager_of(root) as manager:
         manager.save("best", state={"x": torch.full((3,), 1.0)}, step=1)
         save_steps(manager, 2)

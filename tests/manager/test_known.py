@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import manager_of, save_steps
+from trainings import Log, Patch, manager_of, save_steps
 
 from torch_dcpx import CorruptionError, DcpxError, PerRank, StorageError
 from torch_dcpx.manager import state as manager_state
@@ -20,8 +20,8 @@ from torch_dcpx.manager.stored import Record
 
 
 @pytest.mark.parametrize("evidence", ["newest", "step-3/.dcpx.readers", "step-3/.metadata"])
-def test_training_does_not_begin_anew_where_a_commit_has_left_a_trace(
-    tmp_path: Path, evidence: str, caplog: pytest.LogCaptureFixture
+def test_nothing_begins_anew_where_a_commit_left_a_trace(
+    tmp_path: Path, evidence: str, caplog: Log
 ) -> None:
     save_steps(manager_of(tmp_path), 3)
     for trace in (
@@ -36,9 +36,7 @@ def test_training_does_not_begin_anew_where_a_commit_has_left_a_trace(
     assert "allow_older=True: a fresh start" in caplog.text
 
 
-def test_training_does_not_begin_anew_where_a_pointer_cannot_be_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_begins_anew_where_a_pointer_cannot_be_read(tmp_path: Path, caplog: Log) -> None:
     save_steps(manager_of(tmp_path), 3)
     shutil.rmtree(tmp_path / "step-3")
     (tmp_path / "newest").write_bytes(b"<html>sign in</html>")
@@ -105,7 +103,7 @@ def test_save_to_what_lies_beneath_a_mount_that_is_gone_is_refused(tmp_path: Pat
     ids="".join,
 )  # fmt: skip
 def test_record_that_lies_is_skipped(
-    tmp_path: Path, lie: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lie: dict[str, Any], monkeypatch: Patch
 ) -> None:
     save_steps(manager_of(tmp_path), 1)
     with monkeypatch.context() as patch:
@@ -132,7 +130,7 @@ def cyclic() -> list[Any]:
     ids=["cycle", "unknown", "unhashable", "nothing"],
 )
 def test_content_that_no_manager_saves_is_corrupt(
-    tmp_path: Path, stored: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stored: Any, monkeypatch: Patch
 ) -> None:
     def lying(value: Any) -> bytes:
         is_own = "user_content.a" in value

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import Called, manager_of, on_disk, resumed, save_steps, warnings_of
+from trainings import Called, Log, Patch, manager_of, on_disk, resumed, save_steps, warnings_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, DcpxError, StorageError, UnsupportedError
@@ -116,9 +116,7 @@ def test_link_is_no_second_checkpoint(root: Path) -> None:
     assert (manager.tags(), manager.latest()) == (["step-300"], "step-300")
 
 
-def test_retention_neither_counts_nor_follows_nor_removes_links(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retention_neither_counts_nor_follows_nor_removes_links(root: Path, caplog: Log) -> None:
     elsewhere, links = snapshot(root.parent / "elsewhere"), links_of(root)
     manager = manager_of(root, keep_last=2)
     save_steps(manager, 301)
@@ -146,7 +144,7 @@ def dangle(directory: Path) -> Path:
 
 @pytest.mark.parametrize("link", [move_away_and_link, dangle])
 def test_link_made_behind_the_check_of_a_save_is_not_followed(
-    two: CheckpointManager, monkeypatch: pytest.MonkeyPatch, link: Callable[[Path], Path]
+    two: CheckpointManager, monkeypatch: Patch, link: Callable[[Path], Path]
 ) -> None:
     root, reserve = two._root.path, two._retention.reserve
     before: list[Any] = []
@@ -183,7 +181,7 @@ def test_link_made_while_a_save_writes_is_not_followed(
 
 @pytest.mark.parametrize("call", ["pin", "delete"])
 def test_link_made_behind_the_check_of_a_call_is_not_followed(
-    two: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    two: CheckpointManager, tmp_path: Path, monkeypatch: Patch, call: str
 ) -> None:
     root = tmp_path / "root"
     (root / "step-1" / ".dcpx.readers").unlink()  # else nobody would have to make it
@@ -206,7 +204,7 @@ def test_link_made_behind_the_check_of_a_call_is_not_followed(
 
 @pytest.mark.parametrize("call", ["pin", "delete"])
 def test_link_made_behind_the_opening_changes_nothing_where_it_leads(
-    two: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    two: CheckpointManager, tmp_path: Path, monkeypatch: Patch, call: str
 ) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
     dcpx.save({"x": torch.zeros(2)}, other)
@@ -227,8 +225,8 @@ def test_link_made_behind_the_opening_changes_nothing_where_it_leads(
     assert not list(root.glob(".dcpx.trash.*"))
 
 
-def test_link_made_before_retention_opens_what_it_removes_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_link_made_before_retention_opens_is_not_followed(
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     root = tmp_path / "root"
     manager = manager_of(root, keep_last=1)
@@ -254,7 +252,7 @@ def replace(directory: Path) -> None:
 
 @pytest.mark.parametrize("put", [move_away_and_link, replace])
 def test_what_takes_the_place_of_a_directory_on_its_way_out_gets_its_name_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], Any]
+    tmp_path: Path, monkeypatch: Patch, put: Callable[[Path], Any]
 ) -> None:
     root = tmp_path / "root"
     manager = manager_of(root, keep_last=1)
@@ -273,7 +271,7 @@ def test_what_takes_the_place_of_a_directory_on_its_way_out_gets_its_name_back(
 
 
 @pytest.mark.parametrize("is_above", [False, True])
-def test_root_that_is_a_link_is_like_any_other_once_it_leads_somewhere(
+def test_root_that_is_a_link_is_a_root_once_it_leads_somewhere(
     tmp_path: Path, is_above: bool
 ) -> None:
     link, real = tmp_path / "link", tmp_path / "disk" / "run"

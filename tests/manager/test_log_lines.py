@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainings import manager_of, save_steps, warnings_of
+from trainings import Log, Patch, manager_of, save_steps, warnings_of
 
 from torch_dcpx import CorruptionError
 from torch_dcpx import save as save_alone
@@ -21,12 +21,12 @@ from torch_dcpx.reports import duration, resumed_line
 SAVED_AT = 1_700_000_000.0
 
 
-def lines_of(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+def lines_of(caplog: Log, level: int) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno == level]
 
 
 def test_save_and_resume_are_one_line_each_in_the_users_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.DEBUG, "torch_dcpx")
@@ -50,9 +50,7 @@ def test_save_and_resume_are_one_line_each_in_the_users_words(
     assert warnings_of(caplog) == []
 
 
-def test_resume_of_what_no_manager_saved_says_what_is_known(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_resume_of_what_no_manager_saved_says_what_is_known(tmp_path: Path, caplog: Log) -> None:
     save_alone({"x": torch.ones(3)}, tmp_path / "any", no_dist=True)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torch_dcpx"):

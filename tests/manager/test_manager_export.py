@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch as st
 import torch
 from support.states import assert_same
-from trainings import Training, manager_of, save_steps
+from trainings import Patch, Training, manager_of, save_steps
 
 from torch_dcpx import (
     KeyMap,
@@ -33,9 +33,7 @@ def training(tmp_path: Path) -> Training:
 
 @pytest.mark.parametrize("source", [1, "step-1", "model"])
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_artifact_is_the_model_alone(
-    tmp_path: Path, training: Training, source: Any, kind: Any
-) -> None:
+def test_artifact_is_the_model(tmp_path: Path, training: Training, source: Any, kind: Any) -> None:
     manager = manager_of(tmp_path / "root")
     given = training.model if source == "model" else source
     report = manager.export(given, tmp_path / "out", format=kind)
@@ -66,8 +64,8 @@ def test_options_are_those_of_the_export(tmp_path: Path, training: Training) -> 
     assert manager.export(training.model, tmp_path / "live", options=options).tensors == 4
 
 
-def test_checkpoint_stays_while_it_is_exported(
-    tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
+def test_checkpoint_stays_in_an_export(
+    tmp_path: Path, training: Training, monkeypatch: Patch
 ) -> None:
     manager = manager_of(tmp_path / "root", keep_last=1)
     save_steps(manager, 2)  # what follows is not the last one
@@ -90,9 +88,7 @@ def test_checkpoint_stays_while_it_is_exported(
     assert manager.tags() == ["step-4"]
 
 
-def test_what_cannot_be_exported_is_refused_before_a_file_is_made(
-    tmp_path: Path, training: Training
-) -> None:
+def test_what_cannot_be_exported_is_refused_at_once(tmp_path: Path, training: Training) -> None:
     manager = manager_of(tmp_path / "root")
     save_steps(manager, 2)
     (tmp_path / "root" / "step-3").mkdir()

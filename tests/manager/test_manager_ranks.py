@@ -249,9 +249,7 @@ SAVES = (
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_two_ranks_save_and_resume_alike_and_three_resume_what_they_saved(
-    ranks: StartRanks, tmp_path: Path
-) -> None:
+def test_two_ranks_save_and_resume_and_three_resume(ranks: StartRanks, tmp_path: Path) -> None:
     for case in SAVES:
         ranks(2)(case, tmp_path)
     ranks(3)(a_merge_is_asked_for_where_ranks_changed, tmp_path)

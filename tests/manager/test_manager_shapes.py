@@ -295,7 +295,7 @@ def states_of_every_class(at: Path, wrap: str, kind: str, *, saves: bool) -> Non
 
 @pytest.mark.slow
 @pytest.mark.multirank
-def test_entries_come_back_as_they_were_on_the_same_and_on_fewer_ranks(
+def test_entries_come_back_on_the_same_and_on_fewer_ranks(
     ranks: StartRanks, tmp_path: Path
 ) -> None:
     for count in (2, 1):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.saves import save
-from trainings import manager_of, on_disk, save_steps, warnings_of
+from trainings import Log, manager_of, on_disk, save_steps, warnings_of
 from trainings import resumed as resumed_by
 
 from torch_dcpx.manager.newest import is_lower, numbered, to_ask
@@ -64,8 +64,8 @@ def test_numbers_of_one_form_are_compared(tmp_path: Path) -> None:
         ("2026-11-28_12-30", "2026-11-28"),
     ],
 )
-def test_where_names_have_no_order_it_is_said(
-    tmp_path: Path, taken: str, other: str, caplog: pytest.LogCaptureFixture
+def test_names_without_an_order_are_said(
+    tmp_path: Path, taken: str, other: str, caplog: Log
 ) -> None:
     put(tmp_path, taken, other)
     tag, _, told = resumed(tmp_path)
@@ -102,9 +102,7 @@ def test_managers_commit_is_taken_and_what_may_be_later_is_said(tmp_path: Path) 
                 assert "no manager saved it" in reason and "'step-100' was taken" in reason
 
 
-def test_tags_of_the_manager_are_no_doubts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tags_of_the_manager_are_no_doubts(tmp_path: Path, caplog: Log) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 100, 300, 110)
     for name in ("best", "epoch-7", "9000"):
@@ -126,9 +124,7 @@ def test_later_save_of_stock_counts_where_the_pointer_names_one_of_stocks(tmp_pa
     assert resumed(tmp_path)[0] == "step-4"
 
 
-def test_of_many_directories_the_highest_of_each_form_are_looked_at(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_many_directories_the_highest_of_each_form_count(tmp_path: Path, caplog: Log) -> None:
     save_steps(tmp_path, *range(100, 120), 1)
     put(tmp_path, "last", "epoch_3")
     assert resumed(tmp_path) == ("step-1", 1.0, ["epoch_3", "last"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.states import assert_same
-from trainings import Training, manager_of
+from trainings import Log, Patch, Training, manager_of
 
 from torch_dcpx import MismatchError, StorageError, load, save
 from torch_dcpx.manager import resume
@@ -19,8 +19,8 @@ def adamw(*layers: Any, **kwargs: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW([p for layer in layers for p in layer.parameters()], **kwargs)
 
 
-def test_resume_that_is_refused_leaves_a_new_optimizer_without_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_refused_resume_leaves_a_new_optimizer_stateless(
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     training = Training()
     training.train(1)
@@ -82,9 +82,7 @@ def test_gradients_do_not_keep_a_new_optimizer_from_its_state(tmp_path: Path) ->
     assert [other.train(i) for i in (2, 3)] == [training.train(i) for i in (2, 3)]
 
 
-def test_groups_without_parameters_keep_their_settings_where_they_are_by_parameter(
-    tmp_path: Path,
-) -> None:
+def test_groups_without_parameters_keep_settings_beside_named_ones(tmp_path: Path) -> None:
     def stage(lr: float) -> tuple[Any, torch.optim.Optimizer]:
         model = torch.nn.Linear(3, 2)
         empty = [{"params": [], "lr": lr}, {"params": list(model.parameters())}]
@@ -104,9 +102,7 @@ def test_groups_without_parameters_keep_their_settings_where_they_are_by_paramet
     others.step()
 
 
-def test_settings_that_are_tensors_are_told_apart_where_they_are_by_parameter(
-    tmp_path: Path,
-) -> None:
+def test_settings_that_are_tensors_are_told_apart_by_parameter(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     rates = (torch.tensor(0.1), torch.tensor(0.2))
     parameters = zip(model.parameters(), rates, strict=True)
@@ -163,9 +159,7 @@ def under(door: str, optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_groups_of_a_scheduler_that_stand_elsewhere_are_refused(
-    tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scheduled_groups_that_moved_are_refused(tmp_path: Path, door: str, caplog: Log) -> None:
     model, optimizer = of_groups(0, "0", "1")
     manager_of(tmp_path).save(1, model=model, optimizer=optimizer, **under(door, optimizer))
     model, optimizer = of_groups(1, "1", "0")
@@ -182,9 +176,7 @@ def test_groups_of_a_scheduler_that_stand_elsewhere_are_refused(
     manager_of(tmp_path).resume(model=model, optimizer=optimizer, **under(door, optimizer))
 
 
-def test_groups_without_a_scheduler_may_stand_elsewhere_beside_one_that_has_it(
-    tmp_path: Path,
-) -> None:
+def test_groups_without_a_scheduler_may_move_beside_one_that_has_it(tmp_path: Path) -> None:
     def parts(seed: int, *groups: str) -> dict[str, Any]:
         model, optimizer = of_groups(seed, *groups)
         free = torch.optim.SGD(model.parameters(), lr=7.0)
@@ -224,9 +216,7 @@ def test_what_saved_groups_had_and_no_group_has_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
-def test_saved_parameters_that_are_frozen_or_in_no_model_need_no_group(
-    tmp_path: Path, is_wrapped: bool
-) -> None:
+def test_parameters_frozen_or_in_no_model_need_no_group(tmp_path: Path, is_wrapped: bool) -> None:
     model, optimizer = of_groups(0, "0", "1")
     manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
     model, optimizer = of_groups(1, "0")
@@ -240,8 +230,8 @@ def test_saved_parameters_that_are_frozen_or_in_no_model_need_no_group(
     manager_of(tmp_path).resume(**smaller, allow_missing=["model.1.*"])
 
 
-def test_log_and_report_tell_settings_that_followed_their_parameters_from_those_that_stayed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_log_and_report_tell_which_settings_followed_parameters(
+    tmp_path: Path, caplog: Log
 ) -> None:
     model, optimizer = of_groups(0, "01")
     optimizer.param_groups[0]["lr"] = 5.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.saves import save
-from trainings import manager_of, resumed, save_steps, warnings_of
+from trainings import Log, Patch, manager_of, resumed, save_steps, warnings_of
 
 from torch_dcpx import (
     DcpxError,
@@ -44,9 +44,7 @@ BREAK: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", BREAK)
-def test_pointer_that_is_broken_costs_one_listing(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_pointer_costs_one_listing(tmp_path: Path, how: str, monkeypatch: Patch) -> None:
     save_steps(tmp_path, 2, 10, 9)
     assert manager_of(tmp_path).latest() == "step-9"  # the last commit
     BREAK[how](tmp_path)
@@ -84,9 +82,7 @@ SPOIL: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("what", SPOIL)
-def test_broken_newest_is_skipped_with_the_reason(
-    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_newest_is_skipped_with_the_reason(tmp_path: Path, what: str, caplog: Log) -> None:
     save_steps(tmp_path, 1, 2, 3)
     SPOIL[what](tmp_path / "step-3")
     is_lost = "lost" in what
@@ -122,9 +118,7 @@ def test_tag_that_is_asked_for_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lose_it", ["delete", "remove", "remove with the pointer"])
-def test_commit_before_the_lost_one_is_the_newest_after_going_back(
-    tmp_path: Path, lose_it: str
-) -> None:
+def test_commit_before_the_lost_one_is_newest_behind_a_return(tmp_path: Path, lose_it: str) -> None:
     save_steps(tmp_path, 100, 200, 300)
     manager = manager_of(tmp_path)
     manager.resume(tag=100)
@@ -199,9 +193,7 @@ def test_checkpoint_of_stock_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["gone", "cut", "directory"])
-def test_checkpoint_that_loses_its_data_is_no_tag_to_the_manager_that_saved_it(
-    tmp_path: Path, loss: str
-) -> None:
+def test_checkpoint_that_loses_its_data_is_no_tag_to_its_manager(tmp_path: Path, loss: str) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2, 3)
     assert manager.tags() == ["step-1", "step-2", "step-3"]
@@ -228,9 +220,7 @@ def test_root_that_is_a_file_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["symbolic link", "directory"])
-def test_pointer_that_is_the_users_own_fails_no_resume_but_the_save(
-    tmp_path: Path, kind: str
-) -> None:
+def test_pointer_of_the_users_own_fails_no_resume_but_a_save(tmp_path: Path, kind: str) -> None:
     save_steps(tmp_path, 1, 2)
     pointer = tmp_path / "newest"
     pointer.unlink()
@@ -280,7 +270,7 @@ def put_back(root: Path, earlier: bytes, *steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [(7, 8), (8, 7), (3, 4)], ids=["on", "down", "back"])
 def test_later_commit_counts_where_an_earlier_pointer_was_put_back(
-    tmp_path: Path, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, steps: tuple[int, ...], caplog: Log
 ) -> None:
     save_steps(tmp_path, 5, 6)
     put_back(tmp_path, (tmp_path / "newest").read_bytes(), *steps)
@@ -301,9 +291,7 @@ def test_later_commit_counts_behind_many_higher_steps_of_before(tmp_path: Path) 
     assert manager_of(tmp_path).resume().step == 12
 
 
-def test_going_back_is_no_pointer_that_was_put_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_going_back_is_no_pointer_that_was_put_back(tmp_path: Path, caplog: Log) -> None:
     save_steps(tmp_path, 100, 200, 300)
     with manager_of(tmp_path) as manager:
         manager.resume(tag=100)

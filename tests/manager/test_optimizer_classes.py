@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.states import assert_same
-from trainings import Training, manager_of, on_disk
+from trainings import Patch, Training, manager_of, on_disk
 
 from torch_dcpx import KeyMap, MismatchError, OptionError
 from torch_dcpx.manager.state import Parts
@@ -76,9 +76,7 @@ def test_class_of_another_name_goes_on_where_it_has_all_settings(tmp_path: Path)
     assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
-def test_list_of_optimizers_that_share_a_parameter_is_refused_and_a_dict_is_not(
-    tmp_path: Path,
-) -> None:
+def test_list_of_optimizers_that_share_a_parameter_is_refused(tmp_path: Path) -> None:
     training, manager = Training(), manager_of(tmp_path)
     every, last = training.model.parameters(), list(training.model[1].parameters())
     several = [optim.AdamW(every, lr=0.1), optim.SGD(last, lr=0.2, momentum=0.9)]
@@ -103,9 +101,7 @@ def of_layers(training: Training, first: float, second: float) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["fewer groups", "moved"])
-def test_parameters_of_one_group_that_were_saved_with_different_settings_are_refused(
-    tmp_path: Path, count: int
-) -> None:
+def test_one_group_of_what_had_different_settings_is_refused(tmp_path: Path, count: int) -> None:
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     manager.save(1, model=training.model, optimizer=of_layers(training, 0.1, 0.01))
     first, *rest = other.model.parameters()
@@ -121,9 +117,7 @@ def test_parameters_of_one_group_that_were_saved_with_different_settings_are_ref
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.01][:count]
 
 
-def test_parameters_of_several_groups_with_the_same_settings_become_one_group(
-    tmp_path: Path,
-) -> None:
+def test_groups_with_the_same_settings_become_one(tmp_path: Path) -> None:
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     optimizer = of_layers(training, 0.1, 0.1)
     optimizer.param_groups[1]["extra"] = {"a": torch.ones(2), "b": [1]}
@@ -133,9 +127,7 @@ def test_parameters_of_several_groups_with_the_same_settings_become_one_group(
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_parameters_whose_group_stood_behind_those_that_are_left_find_its_settings(
-    tmp_path: Path,
-) -> None:
+def test_parameters_of_a_group_behind_the_last_find_its_settings(tmp_path: Path) -> None:
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     manager.save(1, model=training.model, optimizer=of_layers(training, 0.1, 0.01))
     optimizer = optim.AdamW(other.model[1].parameters(), lr=0.5)
@@ -209,7 +201,7 @@ def with_names(*order: int, has_names: bool = True, seed: int = 0) -> dict[str, 
 
 @pytest.mark.parametrize("is_by_parameter", [False, True])
 def test_names_of_parameters_in_groups_are_those_that_the_groups_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_by_parameter: bool
+    tmp_path: Path, monkeypatch: Patch, *, is_by_parameter: bool
 ) -> None:
     given = with_names(0, 1)
     if is_by_parameter:  # as ranks with other groups save
@@ -230,9 +222,7 @@ def test_names_of_parameters_in_groups_are_those_that_the_groups_have(
     assert names_of(bare) == [None]
 
 
-def test_names_of_parameters_in_groups_are_the_new_ones_under_translate_and_a_split(
-    tmp_path: Path,
-) -> None:
+def test_names_in_groups_are_the_new_ones_under_translate_and_a_split(tmp_path: Path) -> None:
     manager_of(tmp_path).save(1, **with_names(0, 1))
     other = with_names(0, 1, seed=1)
     other["model"] = torch.nn.ModuleDict({"x": other["model"][0], "y": other["model"][1]})

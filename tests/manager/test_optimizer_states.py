@@ -42,9 +42,7 @@ def go_on_alike(one: Training, other: Training, *steps: int) -> None:
     assert [one.train(step) for step in steps] == [other.train(step) for step in steps]
 
 
-def test_parameters_without_a_state_have_none_in_the_checkpoint_nor_behind_a_resume(
-    tmp_path: Path,
-) -> None:
+def test_parameters_without_a_state_are_saved_and_resumed_without(tmp_path: Path) -> None:
     training, other, manager = Partial(), Partial(1), manager_of(tmp_path)
     training.train(1)
     manager.save(1, **training.parts)
@@ -55,9 +53,7 @@ def test_parameters_without_a_state_have_none_in_the_checkpoint_nor_behind_a_res
     go_on_alike(training, other, 2, 3)
 
 
-def test_save_before_the_first_step_stores_no_state_and_a_resume_takes_away_what_is_there(
-    tmp_path: Path,
-) -> None:
+def test_save_before_the_first_step_is_resumed_without_a_state(tmp_path: Path) -> None:
     training, other, manager = Training(), Training(1), manager_of(tmp_path)
     manager.save(0, **training.parts)
     assert not training.optimizer.state
@@ -91,9 +87,7 @@ def test_state_that_failed_to_be_had_leaves_the_optimizer_as_it_was(tmp_path: Pa
     assert not stranger.state and type(stranger.state) is type(state)
 
 
-def test_parameter_that_was_in_no_saved_optimizer_is_refused_and_nothing_applied(
-    tmp_path: Path,
-) -> None:
+def test_parameter_that_was_in_no_saved_optimizer_is_refused(tmp_path: Path) -> None:
     training, other, manager = Partial(), Partial(1), manager_of(tmp_path)
     used = [*training.model[0].parameters(), *training.model[1].parameters()]
     optimizer = torch.optim.AdamW(used, lr=0.3)
@@ -118,9 +112,7 @@ def test_parameter_that_was_in_no_saved_optimizer_is_refused_and_nothing_applied
     assert other.optimizer.param_groups[0]["lr"] == 0.3
 
 
-def test_stock_reads_what_was_saved_and_the_manager_what_stock_and_older_versions_made_of_it(
-    tmp_path: Path,
-) -> None:
+def test_stock_reads_a_managers_states_and_a_manager_those_of_stock(tmp_path: Path) -> None:
     """Both save a fresh optimizer with a state of zeros and step 1."""
     training, other, fresh = Training(), Training(1), Training(2)
     training.train(1)

@@ -86,9 +86,7 @@ def test_signals_on_all_ranks_are_one_request(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("longest_s", "answer"), [(99.0, True), (101.0, False)])
-def test_save_that_would_not_fit_is_not_asked_for(
-    ranks: Ranks, longest_s: float, answer: bool
-) -> None:
+def test_save_that_would_not_fit_is_not_due(ranks: Ranks, longest_s: float, answer: bool) -> None:
     """The shortest time left and the longest save of any rank decide, on every rank."""
     watches = watches_of(
         ranks, time_left_s=100.5, save_s=lambda rank: longest_s if rank == 0 else 1.0

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from trainings import manager_of, on_disk, save_steps, warnings_of
+from trainings import Log, Patch, manager_of, on_disk, save_steps, warnings_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxReader
@@ -73,7 +73,7 @@ def test_dcp_load_keeps_what_it_reads_from_deletion(
 
 
 def test_reader_that_does_not_end_is_named_at_each_third_deferral(
-    tmp_path: Path, manager: CheckpointManager, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, manager: CheckpointManager, caplog: Log
 ) -> None:
     reader = f"host={socket.gethostname()} pid={os.getpid()}"
     counts: list[int] = []
@@ -93,9 +93,7 @@ def test_reader_that_does_not_end_is_named_at_each_third_deferral(
     assert manager._retention._deferrals == {}
 
 
-def test_load_that_failed_lets_go_with_its_reader(
-    tmp_path: Path, manager: CheckpointManager
-) -> None:
+def test_failed_load_lets_go_with_its_reader(tmp_path: Path, manager: CheckpointManager) -> None:
     def fails() -> None:
         raise KeyError("planner")
 
@@ -120,7 +118,7 @@ def test_load_that_failed_lets_go_with_its_reader(
     manager.delete(1)
 
 
-def test_child_that_was_forked_in_a_load_leaves_the_lock_to_its_parent(
+def test_forked_child_leaves_the_lock_to_its_parent(
     tmp_path: Path, manager: CheckpointManager
 ) -> None:
     hold = ReadersHold()
@@ -138,7 +136,7 @@ def test_child_that_was_forked_in_a_load_leaves_the_lock_to_its_parent(
 
 
 def test_verify_and_inspect_keep_what_they_read_from_deletion(
-    tmp_path: Path, manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, manager: CheckpointManager, monkeypatch: Patch
 ) -> None:
     seen: list[list[str]] = []
     report = dcpx.verify(tmp_path / "step-1", progress=lambda *_: seen.append(goes_on(manager)))

@@ -17,7 +17,7 @@ import pytest
 from conftest import RunPython
 from root_jobs import die_in_delete, die_in_own_save, die_in_save, started
 from support.machine import seconds
-from trainings import contents, manager_of, on_disk, save_steps
+from trainings import Log, Patch, contents, manager_of, on_disk, save_steps
 
 from torch_dcpx import ConcurrentSaveError, StorageError, UnsupportedError, WriteOptions
 from torch_dcpx.manager import removal
@@ -29,7 +29,7 @@ from torch_dcpx.storage.save_lock import SaveLock, boot_id
 
 
 @pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def patch(monkeypatch: Patch) -> Any:
     return monkeypatch.setattr
 
 
@@ -92,9 +92,7 @@ def test_trash_goes_when_no_lock_of_it_is_open(tmp_path: Path, patch: Any) -> No
     assert all(len(targets) == 1 for targets in seen), seen  # the directory itself
 
 
-def test_save_that_opened_a_directory_before_its_removal_does_not_save_to_trash(
-    tmp_path: Path, patch: Any
-) -> None:
+def test_save_that_opened_what_goes_does_not_save_to_trash(tmp_path: Path, patch: Any) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 1, 2)
     refused: list[ConcurrentSaveError] = []
@@ -114,9 +112,7 @@ def test_save_that_opened_a_directory_before_its_removal_does_not_save_to_trash(
     assert on_disk(tmp_path) == {"step-2"}
 
 
-def test_two_removals_of_one_directory_at_once_are_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_removals_at_once_are_one(tmp_path: Path, monkeypatch: Patch, caplog: Log) -> None:
     first, second = manager_of(tmp_path), manager_of(tmp_path)
     save_steps(first, 1, 2)
     remove, rmdir = removal._remove_trash, os.rmdir
@@ -326,7 +322,7 @@ def test_note_of_a_removal_goes_behind_a_later_save(tmp_path: Path, tag: str) ->
 
 
 @pytest.mark.parametrize(("tag", "goes"), [("step-2", True), ("step-02", False), ("best", False)])
-def test_what_an_earlier_version_left_goes_where_its_name_is_a_steps(
+def test_leavings_of_earlier_versions_go_if_named_as_steps(
     tmp_path: Path, tag: str, goes: bool
 ) -> None:
     goes_on(tmp_path, 1)

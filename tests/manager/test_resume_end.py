@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainings import Called, Held, Training, manager_of
+from trainings import Called, Held, Patch, Training, manager_of
 
 from torch_dcpx import OptionError, PerRank
 from torch_dcpx.ranks.exchange import Exchange
 
 
-def test_schedulers_that_were_not_saved_so_are_refused_before_anything_is_handed_over(
-    tmp_path: Path,
-) -> None:
+def test_schedulers_that_were_not_saved_so_are_refused_first(tmp_path: Path) -> None:
     training, other = Training(), Training(1)
     training.train(1)
     manager_of(tmp_path).save(1, **training.parts)
@@ -44,7 +42,7 @@ def test_scheduler_takes_its_state_behind_the_optimizer(tmp_path: Path) -> None:
     ids="-".join,
 )
 def test_ranks_agree_no_more_often_than_there_is_something_to_apply(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], steps: list[str]
+    tmp_path: Path, monkeypatch: Patch, part: dict[str, Any], steps: list[str]
 ) -> None:
     own = {"dataloader": Held()} if "dataloader" in part else {}
     manager = manager_of(tmp_path)

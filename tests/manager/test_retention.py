@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.machine import seconds
 from support.saves import save
-from trainings import Called, manager_of, on_disk, resumed, save_steps
+from trainings import Called, Patch, manager_of, on_disk, resumed, save_steps
 
 from torch_dcpx import (
     ConcurrentSaveError,
@@ -77,8 +77,8 @@ def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(tmp_pat
     assert resumed(tmp_path)[1] == 5.0
 
 
-def test_checkpoint_that_is_pinned_while_a_save_to_it_goes_on_keeps_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_checkpoint_pinned_in_a_save_to_it_keeps_its_content(
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     manager = manager_of(tmp_path)
     save_steps(manager, 5)
@@ -197,9 +197,7 @@ def test_retention_leaves_no_threads_or_files_open(tmp_path: Path, no_leaks: Non
     assert on_disk(tmp_path) == {"step-3"}
 
 
-def test_tag_is_kept_from_removal_while_a_save_to_it_is_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tag_is_kept_from_removal_in_a_save_to_it(tmp_path: Path, monkeypatch: Patch) -> None:
     manager = manager_of(tmp_path)
     seen: list[frozenset[str]] = []
 
@@ -220,9 +218,7 @@ def test_tag_is_kept_from_removal_while_a_save_to_it_is_under_way(
     assert not manager._retention.busy
 
 
-def test_removals_before_a_commit_share_the_bound_of_their_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removals_before_a_commit_share_its_bound(tmp_path: Path, monkeypatch: Patch) -> None:
     bounds: dict[str, Any] = {}
     with manager_of(tmp_path, keep_last=1) as manager:
         files = manager._root.files

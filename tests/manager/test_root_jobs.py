@@ -28,7 +28,7 @@ from root_jobs import (
     started,
 )
 from support.machine import seconds
-from trainings import damage, large
+from trainings import Log, Patch, damage, large
 
 import torch_dcpx as dcpx
 from torch_dcpx import CheckpointManager, ConcurrentSaveError, CorruptionError, StorageError
@@ -55,7 +55,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(autouse=True)
-def _proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _proofs(monkeypatch: Patch) -> None:
     for name, value in PROOFS.items():
         monkeypatch.setattr(root_lock, name, value)
 
@@ -161,9 +161,7 @@ def test_copy_of_a_live_root_is_a_root_of_its_own(tmp_path: Path, job: Any, flag
         assert manager_of(copied).tags() == ["step-1", "step-2", "step-4"]
 
 
-def test_reader_notes_damage_only_where_it_can_hold_the_root(
-    tmp_path: Path, job: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reader_notes_damage_if_it_can_hold_the_root(tmp_path: Path, job: Any, caplog: Log) -> None:
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, state={"x": large(step)})
@@ -265,9 +263,7 @@ def test_managers_of_one_process_share_the_root(tmp_path: Path, job: Any) -> Non
     assert third.tell("save 4") is None
 
 
-def test_pointer_that_is_begun_behind_the_lock_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pointer_that_is_begun_behind_the_lock_stays(tmp_path: Path, monkeypatch: Patch) -> None:
     save(manager_of(tmp_path), 1)
     gc.collect()
     files = manager_of(tmp_path)._root.files
@@ -305,8 +301,8 @@ def test_two_managers_commit_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["", "async", "handle", "async handle", "fails"])
-def test_manager_that_nobody_has_frees_the_root(
-    tmp_path: Path, job: Any, how: str, monkeypatch: pytest.MonkeyPatch
+def test_dropped_manager_frees_the_root(
+    tmp_path: Path, job: Any, how: str, monkeypatch: Patch
 ) -> None:
     def fails(*_: object) -> None:
         raise StorageError("it fails", errno=errno.EIO)

@@ -16,6 +16,7 @@ import pytest
 from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, save
 from support.fuse_fixture import MountedClient
 from support.machine import seconds
+from trainings import Log, Patch
 
 from torch_dcpx import ConcurrentSaveError, StorageError
 from torch_dcpx._answers import answered
@@ -27,7 +28,7 @@ from torch_dcpx.storage.root_record import FileRecord, Seen, identity_of
 
 
 @pytest.fixture(autouse=True)
-def patch(monkeypatch: pytest.MonkeyPatch) -> Any:
+def patch(monkeypatch: Patch) -> Any:
     for name, value in PROOFS.items():
         monkeypatch.setattr(root_lock, name, value)
     return monkeypatch.setattr
@@ -67,9 +68,7 @@ def _refuse(*_: Any) -> None:
     raise OSError(errno.ENOLCK, "no locks")
 
 
-def test_renewals_go_on_once_a_storage_answers_again_however_slowly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renewals_go_on_once_a_storage_answers_slowly(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(root_lock, "_GONE_S", 2.0)
     monkeypatch.setattr(root_lock, "_RENEW_S", 0.01)
     answers, has_renewed = threading.Event(), threading.Event()
@@ -155,8 +154,8 @@ def test_what_is_no_file_is_no_record(tmp_path: Path, kind: str) -> None:
         assert victim.read_text() == "mine"
 
 
-def test_thread_that_waits_for_another_one_of_its_process_names_no_other_job(
-    tmp_path: Path, patch: Any, caplog: pytest.LogCaptureFixture
+def test_thread_that_waits_for_another_names_no_other_job(
+    tmp_path: Path, patch: Any, caplog: Log
 ) -> None:
     patch(root_lock, "_ENDING_S", NEVER)
     own = Holder.own(identity_of(tmp_path))
@@ -204,9 +203,7 @@ def test_root_that_is_stolen_in_a_save_commits_nothing(tmp_path: Path, patch: An
     assert manager_of(tmp_path).tags() == ["step-1"]
 
 
-def test_root_is_free_where_the_first_look_at_an_own_record_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_root_is_free_where_the_first_look_at_it_fails(tmp_path: Path, monkeypatch: Patch) -> None:
     gc.collect()  # managers of other tests
     for fails in (OSError(errno.EIO, "injected"), OSError(errno.ESTALE, "gone")):
 
@@ -265,9 +262,7 @@ def test_listing_that_lacks_a_new_record_is_no_proof_of_it(tmp_path: Path, patch
         assert manager.tags() == ["step-1"]
 
 
-def test_thread_renews_and_tells_of_a_stolen_root(
-    tmp_path: Path, patch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thread_renews_and_tells_of_a_stolen_root(tmp_path: Path, patch: Any, caplog: Log) -> None:
     patch(root_lock, "_RENEW_S", 0.05)
     manager = manager_of(tmp_path)
     save(manager, 1)

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.states import assert_same
-from trainings import Held, Training, manager_of
+from trainings import Held, Patch, Training, manager_of
 
 from torch_dcpx import DcpxError, MismatchError, OptionError, PerRank, SaveHandle, load
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_resumed_training_equals_the_uninterrupted_bit_for_bit(
-    tmp_path: Path, is_async: bool
-) -> None:
+def test_resumed_training_equals_the_uninterrupted_one(tmp_path: Path, is_async: bool) -> None:
     whole = Training()
     losses = [whole.train(step) for step in range(1, 7)]
     first, loader = Training(), Held(position=5)
@@ -47,9 +45,7 @@ def test_optimizer_is_left_alone_on_request(tmp_path: Path) -> None:
     assert other.scheduler.last_epoch == 0
 
 
-def test_state_holds_tensors_values_stateful_objects_and_what_is_each_ranks_own(
-    tmp_path: Path,
-) -> None:
+def test_state_holds_tensors_values_objects_and_each_ranks_own(tmp_path: Path) -> None:
     module, own = torch.nn.Linear(2, 2), PerRank(torch.get_rng_state())
     manager = manager_of(tmp_path)
     values = {"x": torch.arange(5), "nested": {"a": (1, 2)}}
@@ -128,9 +124,7 @@ def raised_in(manager: Any, *steps: int) -> None:
         raise KeyError("mine")
 
 
-def test_end_of_the_block_waits_and_hides_no_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_of_the_block_waits_and_hides_no_exception(tmp_path: Path, monkeypatch: Patch) -> None:
     manager = manager_of(tmp_path, async_save=True)
     with pytest.raises(KeyError):
         raised_in(manager, 1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from torch.optim import lr_scheduler as kinds
-from trainings import Training, manager_of
+from trainings import Patch, Training, manager_of
 
 from torch_dcpx import MismatchError, OptionError
 
@@ -94,8 +94,8 @@ def test_state_of_another_kind_is_refused(tmp_path: Path, at: int) -> None:
     manager_of(tmp_path).resume(**parts(saved, 2))
 
 
-def test_more_or_fewer_names_are_taken_of_the_own_class_or_of_saves_that_noted_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_names_of_the_own_or_a_class_not_noted_are_taken(
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for number, (saved, now) in enumerate(
         [(step, Slower), (Renamed, kinds.ReduceLROnPlateau), *ONE_SIDED]
@@ -116,8 +116,8 @@ DEEP: list[tuple[Make, Make, str]] = [
 
 
 @pytest.mark.parametrize("are_noted", [True, False])
-def test_schedulers_within_those_within_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, are_noted: bool
+def test_schedulers_within_others_are_compared(
+    tmp_path: Path, monkeypatch: Patch, *, are_noted: bool
 ) -> None:
     if not are_noted:
         monkeypatch.setattr(NOT_NOTED, lambda _: {})
@@ -144,9 +144,7 @@ class Own(kinds.LambdaLR):
     """A subclass has what its base has."""
 
 
-def test_another_class_with_the_same_names_is_refused_before_anything_is_filled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_class_with_the_same_names_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     manager_of(tmp_path).save(1, **parts(lambdas(kinds.LambdaLR)))
     manager_of(tmp_path).resume(**parts(lambdas(Own), 1))
     given = parts(lambdas(kinds.MultiplicativeLR), 1)
@@ -171,9 +169,7 @@ def test_another_class_with_the_same_names_is_refused_before_anything_is_filled(
 SORTS: list[Make] = [step, lambda o: [step(o)], lambda o: {"x": step(o)}]
 
 
-def test_one_a_list_and_a_dict_do_not_take_each_others_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_a_list_and_a_dict_do_not_mix(tmp_path: Path, monkeypatch: Patch) -> None:
     for saved in range(3):
         manager_of(tmp_path).save(saved, **parts(SORTS[saved]))
         for now in range(3):
@@ -192,9 +188,7 @@ def test_one_a_list_and_a_dict_do_not_take_each_others_states(
         manager_of(tmp_path).resume(**parts(step, 1))
 
 
-def test_state_that_no_scheduler_of_several_can_take_is_refused_whatever_is_allowed(
-    tmp_path: Path,
-) -> None:
+def test_state_that_no_scheduler_of_several_can_take_is_refused(tmp_path: Path) -> None:
     for saved, now in ((step, both(step)), (chained(step, step), chained(step))):
         manager_of(tmp_path).save(1, **parts(saved))
         for allowed in ({"strict": False}, {"allow_missing": ["lr_scheduler*"]}):

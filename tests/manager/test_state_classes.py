@@ -157,9 +157,7 @@ READ_AS = {
 
 
 @pytest.mark.parametrize("other", READ_AS)
-def test_optimizers_of_which_one_would_be_read_as_another_are_refused_at_the_save(
-    tmp_path: Path, other: str
-) -> None:
+def test_optimizer_that_would_be_read_as_another_is_refused(tmp_path: Path, other: str) -> None:
     def given(seed: int) -> dict[str, Any]:
         training = Training(seed)
         both = [optim.SGD(training.model.parameters(), 0.1, momentum=0.9) for _ in range(2)]

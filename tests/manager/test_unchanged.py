@@ -47,9 +47,7 @@ PAIRS = [pair(*one, scheduler) for one, scheduler in zip(QUICK, cycle(schedulers
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_every_optimizer_and_scheduler_trains_as_if_nobody_had_saved_or_resumed(
-    tmp_path: Path, case: Case
-) -> None:
+def test_every_optimizer_and_scheduler_trains_as_if_alone(tmp_path: Path, case: Case) -> None:
     assert {one.scheduler for one in PAIRS} == set(schedulers())
     check_unchanged(tmp_path, case, is_whole=False)
 
@@ -73,9 +71,7 @@ def cannot_step(case: Case) -> bool:
 
 @pytest.mark.slow  # a minute each
 @pytest.mark.parametrize("layout", LAYOUTS.keys() - {"contiguous"})
-def test_every_optimizer_trains_on_with_every_layout_of_parameters(
-    tmp_path: Path, layout: str
-) -> None:
+def test_every_optimizer_trains_on_with_every_layout(tmp_path: Path, layout: str) -> None:
     for name, arguments in EVERY:
         case = Case(name, arguments, "StepLR", layout=layout)
         if not cannot_step(case):

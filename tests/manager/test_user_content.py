@@ -180,9 +180,7 @@ def test_random_content_equals_itself(tmp_path: Path, seed: int) -> None:
     assert same([expected, {5: None, "5": (b"x", 1)}], manager.resume().user_content)
 
 
-def test_what_was_saved_as_each_ranks_own_is_told_where_it_is_given_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_what_was_each_ranks_own_is_told_where_given_otherwise(tmp_path: Path) -> None:
     manager_of(tmp_path).save(1, state={"rng": PerRank({"a": 2}), "x": torch.ones(2)})
     for now in ({}, None, {"a": 1}, Held()):
         given = {"rng": now, "x": torch.zeros(2)}
@@ -202,9 +200,7 @@ def test_what_was_saved_as_each_ranks_own_is_told_where_it_is_given_otherwise(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_object_with_a_state_within_a_value_is_refused_at_the_save(
-    tmp_path: Path, is_async: bool
-) -> None:
+def test_object_with_a_state_within_a_value_is_refused(tmp_path: Path, is_async: bool) -> None:
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.saves import save
 from trainings import (
+    Log,
+    Patch,
     contents,
     damage,
     large,
@@ -34,7 +36,7 @@ def link_files(root: Path, tag: str, name: str) -> None:
     shutil.copytree(root / tag, root / name, copy_function=os.link)
 
 
-def of_earlier_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_earlier_versions(monkeypatch: Patch) -> None:
     """Saves as a version that notes no run."""
     encoded = Record.encoded
     monkeypatch.setattr(
@@ -62,7 +64,7 @@ def goes_on(root: Path, *steps: int, **rules: Any) -> set[str]:
     ],
 )
 def test_copy_outlives_retention_and_takes_no_slot(
-    tmp_path: Path, make: Any, tag: str, name: str, has_run: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Any, tag: str, name: str, has_run: bool, monkeypatch: Patch
 ) -> None:
     if not has_run:
         of_earlier_versions(monkeypatch)
@@ -83,9 +85,7 @@ def test_copy_outlives_retention_and_takes_no_slot(
 
 
 @pytest.mark.parametrize("has_pointer", [True, False])
-def test_renamed_newest_is_the_users(
-    tmp_path: Path, has_pointer: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_renamed_newest_is_the_users(tmp_path: Path, has_pointer: bool, caplog: Log) -> None:
     save_steps(tmp_path, 1, 2, 3, 4)
     (tmp_path / "step-4").rename(tmp_path / "step-4.bad")
     if not has_pointer:
@@ -189,9 +189,7 @@ def test_broken_copy_says_nothing_of_the_original(tmp_path: Path, loss: str) -> 
     assert on_disk(tmp_path) == {"mine", "step-2"}
 
 
-def test_pointer_of_earlier_versions_is_read_and_gets_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_pointer_is_read_and_gets_a_run(tmp_path: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         of_earlier_versions(patch)
         save_steps(tmp_path, 1, 2, 3)
@@ -205,9 +203,7 @@ NO_POINTERS = [{"run": run} for run in (1, None, ["a"])]
 NO_POINTERS += [{"earlier": earlier} for earlier in ([1], {"a": "1"}, {"a": None}, "ab", 3)]
 
 
-def test_runs_that_are_none_are_no_pointer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_runs_that_are_none_are_no_pointer(tmp_path: Path, caplog: Log) -> None:
     save_steps(tmp_path, 1)
     for number, more in enumerate(NO_POINTERS):
         (tmp_path / "newest").write_text(json.dumps({**pointer(tmp_path), **more}))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from classes import described
 from torch import optim
-from trainings import manager_of
+from trainings import Patch, manager_of
 
 from torch_dcpx import UnsupportedError
 
@@ -149,9 +149,7 @@ def test_a_cast_that_nothing_can_put_back_is_told(tmp_path: Path) -> None:
     manager_of(tmp_path).resume(**parts(Copies, 1), load_optimizer=False)
 
 
-def test_plain_optimizers_are_not_asked_for_their_states_after_a_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_optimizers_are_not_asked_after_a_load(tmp_path: Path, monkeypatch: Patch) -> None:
     given = parts(lambda one: one, 0)
     train(given, 1)
     manager_of(tmp_path).save(1, **given)

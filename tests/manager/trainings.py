@@ -12,6 +12,9 @@ import torch
 from torch_dcpx import CheckpointManager, WriteOptions
 from torch_dcpx.manager.resume import ResumeInfo
 
+Log = pytest.LogCaptureFixture
+Patch = pytest.MonkeyPatch
+
 # No fsync: tests of the order of system calls have them.
 FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10)
 
