@@ -215,7 +215,7 @@ def signals_that_cannot_be_watched(root: Path) -> None:
             raised.append(caught.value)
         assert f"rank {failing} " in str(raised[-1]) and "main thread" in str(raised[-1])
         assert signal.getsignal(own) is before
-    with manager.save_on_signal([own]) as watch:
+    with manager.save_on_signal([own, own]) as watch:
         assert signal.getsignal(own) is not before
         watch.signalled()
         assert [watch.requested(step) for step in range(3)].count(True) == 1

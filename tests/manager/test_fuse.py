@@ -6,7 +6,6 @@ Such a file system, like NFS, cannot remove what somebody has open: it renames t
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import pytest
 from support.call_shim import compiled
 from support.machine import seconds, stride
 from test_killed_manager import rows_of
-from trainings import Log, manager_of, on_disk, save_steps
+from trainings import Log, manager_of, on_disk, save_steps, warnings_of
 
 from torch_dcpx.storage.names import root_lock_number
 
@@ -58,10 +57,6 @@ def fuse(tmp_path: Path) -> Iterator[Path]:
 def names(root: Path) -> set[str]:
     """Names in a directory, apart from the file that says who saves there."""
     return {path.name for path in root.iterdir() if root_lock_number(path.name) is None}
-
-
-def warnings_of(caplog: Log) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.usefixtures("no_leaks")

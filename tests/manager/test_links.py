@@ -49,14 +49,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> CheckpointManager:
-    """A manager with two checkpoints, to which a test makes links meanwhile."""
-    manager = manager_of(tmp_path / "root")
-    save_steps(manager, 1, 2)
-    return manager
-
-
 CHANGES: dict[str, Callable[[CheckpointManager, str], Any]] = {
     "save": lambda manager, tag: manager.save(tag, state={"x": torch.zeros(3)}),
     "pin": lambda manager, tag: manager.pin(tag),
@@ -131,6 +123,28 @@ def test_retention_neither_counts_nor_follows_nor_removes_links(root: Path, capl
 # ---- Links that are made meanwhile ---------------------------------------------------------------
 
 
+class Race:
+    """A manager with two checkpoints, amid whose calls a test does something."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: Patch) -> None:
+        self.root, self.moved, self._patch = tmp_path / "root", tmp_path / "moved", monkeypatch
+        self.manager = manager_of(self.root)
+        save_steps(self.manager, 1, 2)
+
+    def before(self, owner: Any, name: str, do: Callable[..., Any]) -> None:
+        real = getattr(owner, name)
+        self._patch.setattr(owner, name, lambda *args: (do(*args), real(*args))[1])
+
+    def behind(self, owner: Any, name: str, do: Callable[..., Any]) -> None:
+        real = getattr(owner, name)
+        self._patch.setattr(owner, name, lambda *args, **how: (real(*args, **how), do(*args))[0])
+
+
+@pytest.fixture
+def race(tmp_path: Path, monkeypatch: Patch) -> Race:
+    return Race(tmp_path, monkeypatch)
+
+
 def move_away_and_link(directory: Path, target: str | Path | None = None) -> Path:
     moved = directory.parents[1] / "moved"
     directory.rename(moved)
@@ -143,59 +157,43 @@ def dangle(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("link", [move_away_and_link, dangle])
-def test_link_made_behind_the_check_of_a_save_is_not_followed(
-    two: CheckpointManager, monkeypatch: Patch, link: Callable[[Path], Path]
-) -> None:
-    root, reserve = two._root.path, two._retention.reserve
-    before: list[Any] = []
-
-    def raced(tag: str) -> None:
-        reserve(tag)
-        before.append(snapshot(link(root / tag)))
-
-    monkeypatch.setattr(two._retention, "reserve", raced)
+def test_link_made_behind_the_check_of_a_save_is_not_followed(race: Race, link: Any) -> None:
+    kept, before = race.manager._retention, list[Any]()
+    race.behind(kept, "reserve", lambda tag: before.append(snapshot(link(race.root / tag))))
     with pytest.raises(REFUSED, match="step-2"):
-        save_steps(two, 2)
-    assert snapshot(root.parent / "moved") == before[0]
-    assert not two._retention.busy
-    assert manager_of(root).tags() == ["step-1"]
+        save_steps(race.manager, 2)
+    assert [snapshot(race.moved)] == before
+    assert not kept.busy
+    assert manager_of(race.root).tags() == ["step-1"]
 
 
 @pytest.mark.parametrize("link", [move_away_and_link, dangle])
-def test_link_made_while_a_save_writes_is_not_followed(
-    two: CheckpointManager, tmp_path: Path, link: Callable[[Path], Path]
-) -> None:
-    root, moved = tmp_path / "root", tmp_path / "moved"
-    metadata = (root / "step-2" / ".metadata").read_bytes()
+def test_link_made_while_a_save_writes_is_not_followed(race: Race, link: Any) -> None:
+    metadata = (race.root / "step-2" / ".metadata").read_bytes()
 
     def links() -> dict[str, Any]:  # behind the check, before the directory is opened
-        link(root / "step-2")
+        link(race.root / "step-2")
         return {"x": torch.zeros(3)}
 
     with pytest.raises(REFUSED, match="step-2"):
-        two.save(2, state={"links": Called(links)})
-    assert (moved / ".metadata").read_bytes() == metadata
-    assert len(list(moved.glob("*.distcp"))) == 1
-    assert dcpx.verify(moved).ok
+        race.manager.save(2, state={"links": Called(links)})
+    assert (race.moved / ".metadata").read_bytes() == metadata
+    assert len(list(race.moved.glob("*.distcp"))) == 1
+    assert dcpx.verify(race.moved).ok
 
 
 @pytest.mark.parametrize("call", ["pin", "delete"])
-def test_link_made_behind_the_check_of_a_call_is_not_followed(
-    two: CheckpointManager, tmp_path: Path, monkeypatch: Patch, call: str
-) -> None:
-    root = tmp_path / "root"
+def test_link_made_behind_the_check_of_a_call_is_not_followed(race: Race, call: str) -> None:
+    root, moved = race.root, race.moved
     (root / "step-1" / ".dcpx.readers").unlink()  # else nobody would have to make it
-    examined, moved = two._root.examined, tmp_path / "moved"
 
-    def raced(tag: str, **how: Any) -> Any:
-        found = examined(tag, **how)
+    def link(tag: str) -> None:
         if tag == "step-1" and not moved.exists():
             move_away_and_link(root / tag)
-        return found
 
-    monkeypatch.setattr(two._root, "examined", raced)
+    race.behind(race.manager._root, "examined", link)
     with pytest.raises(DcpxError, match="step-1"):
-        CHANGES[call](two, "step-1")
+        CHANGES[call](race.manager, "step-1")
     assert dcpx.verify(moved).ok
     assert {".dcpx.pin", ".dcpx.readers"}.isdisjoint(path.name for path in moved.iterdir())
     assert (root / "step-1").is_symlink()
@@ -203,45 +201,33 @@ def test_link_made_behind_the_check_of_a_call_is_not_followed(
 
 
 @pytest.mark.parametrize("call", ["pin", "delete"])
-def test_link_made_behind_the_opening_changes_nothing_where_it_leads(
-    two: CheckpointManager, tmp_path: Path, monkeypatch: Patch, call: str
-) -> None:
-    root, other = tmp_path / "root", tmp_path / "other"
+def test_link_made_behind_the_opening_changes_nothing_where_it_leads(race: Race, call: str) -> None:
+    other = race.moved.with_name("other")
     dcpx.save({"x": torch.zeros(2)}, other)
-    before, opened = snapshot(other), OwnDirectory.__init__
+    before = snapshot(other)
 
-    def raced(self: OwnDirectory, path: Path, doing: str) -> None:
-        opened(self, path, doing)
+    def link(_: OwnDirectory, path: Path, doing: str) -> None:
         if path.name == "step-1" and not path.is_symlink():
             move_away_and_link(path, other)
 
-    monkeypatch.setattr(OwnDirectory, "__init__", raced)
+    race.behind(OwnDirectory, "__init__", link)
     try:
-        CHANGES[call](two, "step-1")
+        CHANGES[call](race.manager, "step-1")
     except DcpxError:
         assert call == "delete"
     assert snapshot(other) == before
-    assert (root / "step-1").readlink() == other
-    assert not list(root.glob(".dcpx.trash.*"))
+    assert (race.root / "step-1").readlink() == other
+    assert not list(race.root.glob(".dcpx.trash.*"))
 
 
-def test_link_made_before_retention_opens_is_not_followed(
-    tmp_path: Path, monkeypatch: Patch
-) -> None:
-    root = tmp_path / "root"
-    manager = manager_of(root, keep_last=1)
-    save_steps(manager, 1)
-    remove = DirectoryRoot.remove
-
-    def raced(of: Any, tag: str) -> None:
-        move_away_and_link(root / tag)
-        remove(of, tag)
-
-    monkeypatch.setattr(DirectoryRoot, "remove", raced)
-    save_steps(manager, 2)
-    assert dcpx.verify(tmp_path / "moved").ok
-    assert (root / "step-1").is_symlink()
-    assert manager.tags() == ["step-2"]
+def test_link_made_before_retention_opens_is_not_followed(race: Race) -> None:
+    race.manager.delete(2)
+    race.before(DirectoryRoot, "remove", lambda _, tag: move_away_and_link(race.root / tag))
+    with manager_of(race.root, keep_last=1) as manager:
+        save_steps(manager, 3)
+    assert dcpx.verify(race.moved).ok
+    assert (race.root / "step-1").is_symlink()
+    assert manager_of(race.root).tags() == ["step-3"]
 
 
 def replace(directory: Path) -> None:
@@ -251,23 +237,14 @@ def replace(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("put", [move_away_and_link, replace])
-def test_what_takes_the_place_of_a_directory_on_its_way_out_gets_its_name_back(
-    tmp_path: Path, monkeypatch: Patch, put: Callable[[Path], Any]
-) -> None:
-    root = tmp_path / "root"
-    manager = manager_of(root, keep_last=1)
-    save_steps(manager, 1)
-    empty = removal._empty
-
-    def in_the_middle(of: Any, directory: Any) -> Any:
-        put(directory.path)
-        return empty(of, directory)
-
-    monkeypatch.setattr(removal, "_empty", in_the_middle)
-    save_steps(manager, 2)
-    assert (root / "step-1").is_symlink() or (root / "step-1" / "notes.txt").exists()
-    assert not list(root.glob(".dcpx.trash.*"))
-    assert manager.tags() == ["step-2"]
+def test_what_takes_the_place_of_what_goes_gets_its_name_back(race: Race, put: Any) -> None:
+    race.manager.delete(2)
+    race.before(removal, "_empty", lambda _, directory: put(directory.path))
+    with manager_of(race.root, keep_last=1) as manager:
+        save_steps(manager, 3)
+    assert (race.root / "step-1").is_symlink() or (race.root / "step-1" / "notes.txt").exists()
+    assert not list(race.root.glob(".dcpx.trash.*"))
+    assert manager_of(race.root).tags() == ["step-3"]
 
 
 @pytest.mark.parametrize("is_above", [False, True])

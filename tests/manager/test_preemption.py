@@ -164,17 +164,6 @@ def test_handler_that_the_user_has_set_since_stays(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_handlers_are_put_back_after_a_signal_that_cannot_be_handled(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    with manager_of(tmp_path) as manager:
-        for signals in ([signal.SIGUSR2, signal.SIGKILL], []):
-            with pytest.raises(OptionError):
-                manager.save_on_signal(signals)
-            assert signal.getsignal(signal.SIGUSR2) is before
-        manager.save_on_signal([signal.SIGUSR2, signal.SIGUSR2])
-    assert signal.getsignal(signal.SIGUSR2) is before
-
-
 def test_forked_child_ends_by_the_signal_as_before(tmp_path: Path) -> None:
     with manager_of(tmp_path) as manager:
         watch = manager.save_on_signal([signal.SIGTERM])
