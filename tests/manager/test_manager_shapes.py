@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from classes import EveryClass, described
 from classes import whole as full
-from support.machine import seconds
 from support.rank_fixture import StartRanks
 from support.states import assert_same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -20,17 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from trainings import FAST, manager_of
 
-from torch_dcpx import CheckpointManager, KeyMap, MismatchError, PlanError, WriteOptions
-
-FAST = WriteOptions(durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(60))
-SEVERAL = WriteOptions(
-    durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=seconds(60), max_in_flight=3
-)
-
-
-def manager_of(root: Path, **kwargs: Any) -> CheckpointManager:
-    return CheckpointManager(root, **{"options": FAST, "async_save": False, **kwargs})
+from torch_dcpx import KeyMap, MismatchError, PlanError
 
 
 class Net(torch.nn.Module):
@@ -144,10 +136,10 @@ def stage_step(model: Any, optimizer: Any, *ranks: int) -> None:
 
 
 def several_saves_in_flight(root: Path) -> None:
-    steps = range(1, 6)
-    with manager_of(root / "many", async_save=True, keep_last=2, options=SEVERAL) as manager:
+    several = dataclasses.replace(FAST, max_in_flight=3)
+    with manager_of(root / "many", async_save=True, keep_last=2, options=several) as manager:
         tensors = torch.zeros(100_000)
-        for step in steps:
+        for step in range(1, 6):
             manager.save(step, state={"x": tensors})
             tensors += 1  # what was copied is what is saved
         manager.wait()
