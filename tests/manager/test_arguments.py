@@ -10,12 +10,7 @@ import pytest
 import torch
 from trainings import Log, manager_of, on_disk, save_steps
 
-from torch_dcpx import (
-    CheckpointManager,
-    OptionError,
-    ReadOptions,
-    WriteOptions,
-)
+from torch_dcpx import CheckpointManager, OptionError, ReadOptions, WriteOptions
 
 
 @pytest.mark.parametrize(

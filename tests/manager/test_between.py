@@ -20,17 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from trainings import Held, Training, damage, large, manager_of
 
 import torch_dcpx as dcpx
-from torch_dcpx import (
-    CorruptionError,
-    MismatchError,
-    OptionError,
-    PerRank,
-    PlanError,
-    RankError,
-    ReadOptions,
-    UnsupportedError,
-    WriteOptions,
-)
 
 pytestmark = pytest.mark.multirank
 
@@ -38,18 +27,18 @@ pytestmark = pytest.mark.multirank
 def timed(root: Path, **more: Any) -> Any:
     """A manager whose calls end soon where a rank is missed."""
     limit_s = seconds(30)
-    options = WriteOptions(
+    options = dcpx.WriteOptions(
         durability="none", workers=1, slot_bytes=256 << 10, save_timeout_s=limit_s
     )
-    reads = ReadOptions(load_timeout_s=limit_s)
+    reads = dcpx.ReadOptions(load_timeout_s=limit_s)
     return manager_of(root, options=options, read_options=reads, **more)
 
 
 def raised_on_both(call: Callable[[], Any], failing: int, error: BaseException) -> None:
     is_own = dist.get_rank() == failing and not isinstance(error, Exception)
-    with pytest.raises(type(error) if is_own else RankError) as raised:
+    with pytest.raises(type(error) if is_own else dcpx.RankError) as raised:
         call()
-    if isinstance(raised.value, RankError):
+    if isinstance(raised.value, dcpx.RankError):
         assert raised.value.rank == failing
         assert raised.value.original == f"builtins.{type(error).__name__}"
         assert type(raised.value.__cause__) is type(error)
@@ -88,7 +77,9 @@ def what_raises_between_two_exchanges(root: Path) -> None:
         with manager:
             manager.save(step, **parts)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 2)
-    with pytest.raises(MismatchError, match=r"resume from .*: lr_scheduler was not saved there"):
+    with pytest.raises(
+        dcpx.MismatchError, match=r"resume from .*: lr_scheduler was not saved there"
+    ):
         manager_of(root).resume(model=model, lr_scheduler=scheduler)
     assert manager_of(root).resume(model=model).tag == "step-2"
 
@@ -114,7 +105,7 @@ class Call:
     """The arguments of one resume, of which one raises."""
 
     def __init__(self, where: str = "", error: BaseException | None = None) -> None:
-        self.training, self.own = Training(1), PerRank("mine")
+        self.training, self.own = Training(1), dcpx.PerRank("mine")
         names = ("lr_scheduler", "dataloader", "stateful")
         self.parts = {name: Part(position=7) for name in names}
         if where in names:
@@ -174,7 +165,7 @@ def what_raises_at_the_end_of_a_resume(root: Path) -> None:
     merges: list[Any] = [{"dataloader": None}, {1: call.merge}, "first"]
     for merge in merges:
         given = merge if rank == 1 else call.merge
-        with pytest.raises(OptionError, match=r"rank 1.*merge must be a function"):
+        with pytest.raises(dcpx.OptionError, match=r"rank 1.*merge must be a function"):
             manager.resume(**call.arguments, tag=1, merge=given)
         assert call.is_untouched
 
@@ -195,14 +186,14 @@ def signals_that_cannot_be_watched(root: Path) -> None:
     def on_another_thread() -> None:
         try:
             manager.save_on_signal([own])
-        except OptionError as error:
+        except dcpx.OptionError as error:
             raised.append(error)
 
     wrong: list[Any] = [[own, signal.SIGKILL], [own, 1 << 20], [own, -1], [], ["SIGUSR1"], 3, None]
     for failing in (0, 1):
         for signals in wrong:
             given = signals if dist.get_rank() == failing else [own]
-            with pytest.raises(OptionError, match=f"^rank {failing} .*signals"):
+            with pytest.raises(dcpx.OptionError, match=f"^rank {failing} .*signals"):
                 manager.save_on_signal(given)
             assert signal.getsignal(own) is before
         if dist.get_rank() == failing:
@@ -210,7 +201,7 @@ def signals_that_cannot_be_watched(root: Path) -> None:
             thread.start()
             thread.join()
         else:
-            with pytest.raises(OptionError) as caught:
+            with pytest.raises(dcpx.OptionError) as caught:
                 manager.save_on_signal([own])
             raised.append(caught.value)
         assert f"rank {failing} " in str(raised[-1]) and "main thread" in str(raised[-1])
@@ -269,12 +260,12 @@ def all_ranks_fall_back(root: Path, rank: int) -> None:
 
 def all_ranks_hear_that_nothing_is_good(root: Path) -> None:
     files = [damaged(saved(root, step), step, step % 2) for step in (1, 2)]
-    with pytest.raises(CorruptionError) as info:
+    with pytest.raises(dcpx.CorruptionError) as info:
         manager_of(root).resume(state=state_of(0))
     assert all(str(file) in str(info.value) for file in files)
-    with pytest.raises(CorruptionError, match="step-2"):
+    with pytest.raises(dcpx.CorruptionError, match="step-2"):
         manager_of(root).resume(state=state_of(0), fallback=False)
-    with pytest.raises(PlanError, match="rank 1: fallback=False where rank 0 has True"):
+    with pytest.raises(dcpx.PlanError, match="rank 1: fallback=False where rank 0 has True"):
         manager_of(root).resume(state=state_of(0), fallback=dist.get_rank() == 0)
 
 
@@ -285,11 +276,11 @@ def what_one_rank_would_keep_is_an_error_on_all(root: Path) -> None:
     dist.barrier()
     damaged(root, 2, 1)
     for forgiven in ({"strict": False}, {"allow_missing": ["state.y"]}):
-        with pytest.raises(CorruptionError, match=r"does not hold state\.y"):
+        with pytest.raises(dcpx.CorruptionError, match=r"does not hold state\.y"):
             manager.resume(state=more, **forgiven)
-    with pytest.raises(CorruptionError, match=r"state\.y") as info:
+    with pytest.raises(dcpx.CorruptionError, match=r"state\.y") as info:
         manager.resume(state=more)
-    assert isinstance(info.value.__cause__, MismatchError)
+    assert isinstance(info.value.__cause__, dcpx.MismatchError)
     assert manager.resume(state=state_of(0)).tag == "step-1"
 
 
@@ -322,7 +313,7 @@ def shards_on_meta_are_refused_and_filled_once_they_have_memory(root: Path) -> N
     manager_of(root).save(1, **saved)
     model, manager = sharded("meta"), manager_of(root)
     for parts in ({"model": model}, parts_of(model)):
-        with pytest.raises(UnsupportedError, match=r"'model\.0\.weight'.*to_empty"):
+        with pytest.raises(dcpx.UnsupportedError, match=r"'model\.0\.weight'.*to_empty"):
             manager.resume(**parts)
     assert all(one.is_meta for one in model.parameters())
     model.to_empty(device="cpu")
@@ -348,7 +339,7 @@ def meta_on_one_rank_is_an_error_on_all(root: Path) -> None:
         (r"m\.weight", lambda: dcpx.load({"m": own}, root / "plain")),
     ]
     for name, call in calls:
-        with pytest.raises(UnsupportedError, match=rf"^rank 1 .* on meta.*'{name}'"):
+        with pytest.raises(dcpx.UnsupportedError, match=rf"^rank 1 .* on meta.*'{name}'"):
             call()
     dcpx.save({"w": torch.ones(3), "n": [torch.ones(2)]}, root / "dict")
     state = {"w": torch.empty(3, device="meta"), "n": [torch.empty(2, device="meta")]}
@@ -368,7 +359,7 @@ def changes_through_links(root: Path) -> None:
     calls = (manager.pin, manager.unpin, manager.delete)
     for tag, target in (("latest", "step-300"), ("gone", "step-9")):
         for call in (lambda tag: manager.save(tag, state={"x": torch.zeros(3)}), *calls):
-            with pytest.raises(UnsupportedError, match=f"{tag}.*link to '{target}'"):
+            with pytest.raises(dcpx.UnsupportedError, match=f"{tag}.*link to '{target}'"):
                 call(tag)
     assert before == sorted(path.name for path in (*root.iterdir(), *(root / "step-300").iterdir()))
     state = {"x": torch.zeros(3)}

@@ -25,30 +25,19 @@ from trainings import (
     warnings_of,
 )
 
-from torch_dcpx import (
-    CheckpointManager,
-    CorruptionError,
-    DcpxError,
-    MismatchError,
-    OptionError,
-    PerRank,
-    ShortReadError,
-    StorageError,
-    UnsafePickleError,
-    UnsupportedError,
-)
+import torch_dcpx as dcpx
 from torch_dcpx.checkpoint.load import LoadRun
 from torch_dcpx.manager import root as manager_root
 from torch_dcpx.manager.catalog import CheckpointCatalog
 
 
-def save_large(manager: CheckpointManager, *steps: int) -> None:
+def save_large(manager: dcpx.CheckpointManager, *steps: int) -> None:
     for step in steps:
         manager.save(step, state={"x": large(step)})
     manager.wait()
 
 
-def resume(manager: CheckpointManager | Path, **how: Any) -> tuple[Any, float]:
+def resume(manager: dcpx.CheckpointManager | Path, **how: Any) -> tuple[Any, float]:
     """Resumes what `save_large` has saved; returns what the manager says of it, and the value."""
     target = {"x": large(0)}
     manager = manager_of(manager) if isinstance(manager, Path) else manager
@@ -107,7 +96,7 @@ def test_nothing_but_damage_is_an_error_that_names_each(root: Path, allow_fresh:
     steps = (100, 150, 160, 300)
     files = [str(damage(root / f"step-{step}")) for step in steps]
     (root / "step-7").mkdir()
-    with pytest.raises(CorruptionError) as info:
+    with pytest.raises(dcpx.CorruptionError) as info:
         resume(manager_of(root, allow_fresh=allow_fresh))
     text = str(info.value)
     assert all(f"'step-{step}'" in text for step in (*steps, 7))
@@ -118,7 +107,7 @@ def test_nothing_but_damage_is_an_error_that_names_each(root: Path, allow_fresh:
 def test_without_fallback_or_with_a_tag_damage_is_the_error(root: Path) -> None:
     file = damage(root / "step-160")
     for arguments in ({"fallback": False}, {"tag": 160}, {"tag": 160, "fallback": True}):
-        with pytest.raises(CorruptionError) as info:
+        with pytest.raises(dcpx.CorruptionError) as info:
             resume(root, **arguments)
         assert info.value.path == str(file)
         assert "step-150" not in str(info.value)
@@ -137,11 +126,14 @@ def spoil_record(path: Path) -> None:
     data_file(path).write_bytes(data.replace(b'"parts"', b'"p\0rts"'))
 
 
-SPOIL: list[tuple[Callable[[Path], Any], type[DcpxError]]] = [
-    (spoil_record, CorruptionError),
-    (lambda path: (path / ".metadata").write_bytes(b"cut"), CorruptionError),
-    (lambda path: data_file(path).write_bytes(data_file(path).read_bytes()[:-1]), ShortReadError),
-    (lambda path: data_file(path).unlink(), StorageError),
+SPOIL: list[tuple[Callable[[Path], Any], type[dcpx.DcpxError]]] = [
+    (spoil_record, dcpx.CorruptionError),
+    (lambda path: (path / ".metadata").write_bytes(b"cut"), dcpx.CorruptionError),
+    (
+        lambda path: data_file(path).write_bytes(data_file(path).read_bytes()[:-1]),
+        dcpx.ShortReadError,
+    ),
+    (lambda path: data_file(path).unlink(), dcpx.StorageError),
 ]
 
 
@@ -183,7 +175,7 @@ def test_training_goes_on_as_if_the_damaged_were_not_there(tmp_path: Path, merge
         loader.values["position"] = step
         live.values["x"].fill_(step)
         state = {"live": live, "nested": {"lr": step, "x": torch.full((2,), step)}}
-        content = {"step": step, "rng": PerRank(step)}
+        content = {"step": step, "rng": dcpx.PerRank(step)}
         manager.save(step, **first.parts, dataloader=loader, state=state, user_content=content)
     damage(tmp_path / "step-3")
     tensor = large(0)
@@ -207,30 +199,30 @@ class Other:
 
 def test_only_damage_of_the_checkpoint_falls_back(root: Path, monkeypatch: Patch) -> None:
     manager = manager_of(root)
-    with pytest.raises(MismatchError, match="step-160"):
+    with pytest.raises(dcpx.MismatchError, match="step-160"):
         manager.resume(state={"x": large(0), "y": torch.zeros(1)})
-    with pytest.raises(OptionError):
+    with pytest.raises(dcpx.OptionError):
         manager.resume(dataloader=1)
     manager.save(170, state={"x": Other()})
-    with pytest.raises(UnsafePickleError, match="Other"):
+    with pytest.raises(dcpx.UnsafePickleError, match="Other"):
         manager.resume(state={"x": 1})
     manager.save(175, state={"x": numpy.array([1, "a"], dtype=object)})
-    with pytest.raises(UnsafePickleError, match=r"'state\.x'.*a NumPy array of objects: save"):
+    with pytest.raises(dcpx.UnsafePickleError, match=r"'state\.x'.*a NumPy array of objects: save"):
         manager.resume(state={"x": 0})
     for path in ("/elsewhere/another", None):
 
         def reads_another(_: Any, path: str | None = path) -> None:
-            raise CorruptionError("another file is damaged", path=path)
+            raise dcpx.CorruptionError("another file is damaged", path=path)
 
         manager.save(180, state={"x": Held(x=torch.zeros(3))})
-        with pytest.raises(CorruptionError, match=r"^another file is damaged$"):
+        with pytest.raises(dcpx.CorruptionError, match=r"^another file is damaged$"):
             manager.resume(state={"x": Called(lambda: {"x": torch.zeros(3)}, reads_another)})
 
     def fails(self: LoadRun) -> None:
-        raise StorageError("pread: Input/output error", errno=5)
+        raise dcpx.StorageError("pread: Input/output error", errno=5)
 
     monkeypatch.setattr(LoadRun, "read", fails)
-    with pytest.raises(StorageError, match="Input/output"):
+    with pytest.raises(dcpx.StorageError, match="Input/output"):
         manager.resume(state={"x": large(0)}, tag=None)
 
 
@@ -240,11 +232,11 @@ def test_name_that_only_the_damaged_one_holds_leaves_the_damage_as_the_error(roo
     manager_of(root).save(170, state={"x": large(170), "y": large(170)})
     file = damage(root / "step-170")
     asked = {"x": large(0), "y": large(0)}
-    with pytest.raises(CorruptionError, match=r"step-170.*\n?.*state\.y") as info:
+    with pytest.raises(dcpx.CorruptionError, match=r"step-170.*\n?.*state\.y") as info:
         manager_of(root).resume(state=asked)
     assert info.value.path == str(file)
-    assert isinstance(info.value.__cause__, MismatchError)
-    with pytest.raises(CorruptionError, match=r"step-170.*does not hold state\.y\."):
+    assert isinstance(info.value.__cause__, dcpx.MismatchError)
+    with pytest.raises(dcpx.CorruptionError, match=r"step-170.*does not hold state\.y\."):
         manager_of(root).resume(state={**asked, "z": torch.zeros(2)}, strict=False)
     asked = {"x": large(0), "z": torch.zeros(2)}  # which neither of them holds
     info = manager_of(root).resume(state=asked, strict=False)
@@ -274,7 +266,7 @@ def test_damaged_one_takes_no_good_ones_place(tmp_path: Path, found_by: dict[str
     damage(tmp_path / "step-3")
     manager = manager_of(tmp_path, keep_last=2)
     if found_by:
-        with pytest.raises(CorruptionError):
+        with pytest.raises(dcpx.CorruptionError):
             resume(manager, **found_by)
     else:
         resume(manager)
@@ -298,7 +290,7 @@ def test_nothing_is_removed_while_all_are_damaged(tmp_path: Path) -> None:
     for step in (1, 2):
         damage(tmp_path / f"step-{step}")
     manager = manager_of(tmp_path, keep_last=1)
-    with pytest.raises(CorruptionError):
+    with pytest.raises(dcpx.CorruptionError):
         resume(manager)
     manager._retention.run()
     assert manager.tags() == ["step-1", "step-2"]
@@ -314,7 +306,9 @@ def test_last_good_one_is_not_deleted_also_by_the_next_process(tmp_path: Path) -
     noted = pointer(tmp_path)
     assert noted.pop("damaged") and noted == before
     for one in (manager, manager_of(tmp_path)):
-        with pytest.raises(UnsupportedError, match=r"the last whole checkpoint .* not damaged"):
+        with pytest.raises(
+            dcpx.UnsupportedError, match=r"the last whole checkpoint .* not damaged"
+        ):
             one.delete(1)
     manager.delete(3)
     assert manager_of(tmp_path).latest() == "step-1"  # and not step-2
@@ -334,7 +328,7 @@ def test_damage_is_written_down_once_and_with_no_pointer_by_itself(
     def write(*args: Any, **kwargs: Any) -> Any:
         written.append(args)
         if len(written) == 1:
-            raise StorageError("write the pointer", errno=30, path=str(tmp_path))
+            raise dcpx.StorageError("write the pointer", errno=30, path=str(tmp_path))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(manager_root.DirectoryRoot, "write", write)

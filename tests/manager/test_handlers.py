@@ -19,12 +19,7 @@ from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
 from trainings import Log
 
-from torch_dcpx import (
-    CheckpointManager,
-    ConcurrentSaveError,
-    DcpxError,
-    WriteOptions,
-)
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxError, WriteOptions
 from torch_dcpx._waiting import Guard
 from torch_dcpx.storage import save_lock
 

@@ -11,15 +11,7 @@ import torch
 from support.states import assert_same
 from trainings import Patch, Training, manager_of, save_steps
 
-from torch_dcpx import (
-    KeyMap,
-    MismatchError,
-    NotCommittedError,
-    OptionError,
-    PlanError,
-    Split,
-    WriteOptions,
-)
+import torch_dcpx as dcpx
 from torch_dcpx.artifacts import export as export_artifact
 
 
@@ -46,10 +38,12 @@ def test_artifact_is_the_model(tmp_path: Path, training: Training, source: Any, 
 
 def test_options_are_those_of_the_export(tmp_path: Path, training: Training) -> None:
     manager = manager_of(tmp_path / "root")
-    rules = KeyMap(Split(r"(\d)\.weight", [r"\1.a", r"\1.b"], dim=1, sizes=None), ("^0", "first"))
-    with pytest.raises(PlanError, match="cannot be split"):
+    rules = dcpx.KeyMap(
+        dcpx.Split(r"(\d)\.weight", [r"\1.a", r"\1.b"], dim=1, sizes=None), ("^0", "first")
+    )
+    with pytest.raises(dcpx.PlanError, match="cannot be split"):
         manager.export(1, tmp_path / "out", key_map=rules)
-    rules = KeyMap(Split(r"0\.weight", ["a", "b"], sizes=[3, 4]), ("^0", "first"))
+    rules = dcpx.KeyMap(dcpx.Split(r"0\.weight", ["a", "b"], sizes=[3, 4]), ("^0", "first"))
     report = manager.export(1, tmp_path / "out", key_map=rules, max_shard_bytes="60B")
     assert len(report.files) == 5
     held = [set(st.load_file(tmp_path / "out" / file)) for file in report.files]
@@ -60,7 +54,7 @@ def test_options_are_those_of_the_export(tmp_path: Path, training: Training) -> 
         "state.ema",
         *(f"optimizer.state.0.weight.{key}" for key in ("exp_avg", "exp_avg_sq", "step")),
     }
-    options = WriteOptions(durability="none", host_memory_bytes=1 << 20, slot_bytes=256 << 10)
+    options = dcpx.WriteOptions(durability="none", host_memory_bytes=1 << 20, slot_bytes=256 << 10)
     assert manager.export(training.model, tmp_path / "live", options=options).tensors == 4
 
 
@@ -94,22 +88,24 @@ def test_what_cannot_be_exported_is_refused_at_once(tmp_path: Path, training: Tr
     (tmp_path / "root" / "step-3").mkdir()
     out = tmp_path / "out"
     refused: list[tuple[Any, Any, dict[str, Any]]] = [
-        (MismatchError, 2, {}),
-        (NotCommittedError, 3, {}),
-        (OptionError, None, {}),
-        (OptionError, -1, {}),
-        (OptionError, 1, {"format": "onnx"}),
-        (OptionError, 1, {"max_shard_bytes": "5 apples"}),
-        (OptionError, 1, {"key_map": {"a": "b"}}),
-        (PlanError, 1, {"keys": ["none*"]}),
+        (dcpx.MismatchError, 2, {}),
+        (dcpx.NotCommittedError, 3, {}),
+        (dcpx.OptionError, None, {}),
+        (dcpx.OptionError, -1, {}),
+        (dcpx.OptionError, 1, {"format": "onnx"}),
+        (dcpx.OptionError, 1, {"max_shard_bytes": "5 apples"}),
+        (dcpx.OptionError, 1, {"key_map": {"a": "b"}}),
+        (dcpx.PlanError, 1, {"keys": ["none*"]}),
     ]
     for kind, source, arguments in refused:
         with pytest.raises(kind):
             manager.export(source, out, **arguments)
-    with pytest.raises(MismatchError, match="no model was saved there, but state; keys= names"):
+    with pytest.raises(
+        dcpx.MismatchError, match="no model was saved there, but state; keys= names"
+    ):
         manager.export(2, out)
     assert not out.exists()
     assert manager.export(2, out, keys="state.*").tensors == 1
     manager.close()
-    with pytest.raises(OptionError, match="closed"):
+    with pytest.raises(dcpx.OptionError, match="closed"):
         manager.export(1, out)

@@ -14,14 +14,7 @@ import torch
 from support.saves import save
 from trainings import Log, Patch, manager_of, resumed, save_steps, warnings_of
 
-from torch_dcpx import (
-    DcpxError,
-    KeyMap,
-    NotCommittedError,
-    PlanError,
-    StorageError,
-    UnsupportedError,
-)
+import torch_dcpx as dcpx
 from torch_dcpx.manager import root as manager_root
 
 
@@ -87,7 +80,9 @@ def test_broken_newest_is_skipped_with_the_reason(tmp_path: Path, what: str, cap
     SPOIL[what](tmp_path / "step-3")
     is_lost = "lost" in what
     if is_lost:
-        with pytest.raises(StorageError, match=r"'step-3' .*is known to be committed.*allow_o"):
+        with pytest.raises(
+            dcpx.StorageError, match=r"'step-3' .*is known to be committed.*allow_o"
+        ):
             manager_of(tmp_path).resume()
     info = manager_of(tmp_path, allow_older=is_lost).resume()
     assert info.tag == "step-2"
@@ -96,7 +91,7 @@ def test_broken_newest_is_skipped_with_the_reason(tmp_path: Path, what: str, cap
         ((tag, reason),) = info.skipped
         assert tag == "step-3"
         assert "step-3" in reason and reason in caplog.text
-    with pytest.raises(DcpxError):
+    with pytest.raises(dcpx.DcpxError):
         manager_of(tmp_path).resume(tag=3)
     assert manager_of(tmp_path).tags() == ["step-1", "step-2"]
 
@@ -109,11 +104,11 @@ def test_tag_that_is_asked_for_is_taken(tmp_path: Path) -> None:
     asked: list[Callable[[], Any]] = [
         lambda: manager.resume(tag=7),
         lambda: manager.export(7, tmp_path / "out"),
-        lambda: manager.dry_run(KeyMap(), 7),
+        lambda: manager.dry_run(dcpx.KeyMap(), 7),
         lambda: manager.pin(7),
     ]
     for ask in asked:
-        with pytest.raises(NotCommittedError, match="step-7"):
+        with pytest.raises(dcpx.NotCommittedError, match="step-7"):
             ask()
 
 
@@ -173,7 +168,7 @@ def test_root_with_nothing_whole_raises_and_names_what_lies_there(tmp_path: Path
     lose(tmp_path)
     for name in (".metadata", ".dcpx.readers"):
         (tmp_path / "step-4" / name).unlink()
-    with pytest.raises(NotCommittedError, match="step-4") as info:
+    with pytest.raises(dcpx.NotCommittedError, match="step-4") as info:
         manager_of(tmp_path).resume()
     assert "allow_fresh=True" in str(info.value) and "notes.txt" not in str(info.value)
     fresh = manager_of(tmp_path, allow_fresh=True).resume()
@@ -205,7 +200,7 @@ def test_checkpoint_that_loses_its_data_is_no_tag_to_its_manager(tmp_path: Path,
         if loss == "directory":
             name.mkdir()
     assert manager.tags() == ["step-1", "step-3"] == manager_of(tmp_path).tags()
-    with pytest.raises(StorageError, match=r"step-2/__0_0"):
+    with pytest.raises(dcpx.StorageError, match=r"step-2/__0_0"):
         manager.pin(2)
     if loss == "gone":
         (tmp_path / "away").rename(name)
@@ -215,7 +210,7 @@ def test_checkpoint_that_loses_its_data_is_no_tag_to_its_manager(tmp_path: Path,
 def test_root_that_is_a_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for ask in ("resume", "latest", "tags"):
-        with pytest.raises(DcpxError):
+        with pytest.raises(dcpx.DcpxError):
             getattr(manager_of(tmp_path / "file"), ask)()
 
 
@@ -228,7 +223,7 @@ def test_pointer_of_the_users_own_fails_no_resume_but_a_save(tmp_path: Path, kin
     before = sorted(tmp_path.rglob("*"))
     manager = manager_of(tmp_path)
     assert resumed(manager)[0].tag == "step-2"
-    with pytest.raises(UnsupportedError, match=rf"newest' is a {kind}.*move it"):
+    with pytest.raises(dcpx.UnsupportedError, match=rf"newest' is a {kind}.*move it"):
         save_steps(manager, 3)
     assert sorted(tmp_path.rglob("*")) == before
     manager.delete(2)  # which would point away from it
@@ -249,9 +244,11 @@ def test_same_call_is_compared() -> None:
 
     same = Call("save", {"tag": "a", "model": "one"})
     assert check_same_call([same, Call("save", dict(same.arguments))]) is same
-    with pytest.raises(PlanError, match=r"rank 1: tag='b' where rank 0 has 'a'; optimizer='one' "):
+    with pytest.raises(
+        dcpx.PlanError, match=r"rank 1: tag='b' where rank 0 has 'a'; optimizer='one' "
+    ):
         check_same_call([same, Call("save", {"tag": "b", "model": "one", "optimizer": "one"})])
-    with pytest.raises(PlanError, match="rank 2 called resume, rank 0 save"):
+    with pytest.raises(dcpx.PlanError, match="rank 2 called resume, rank 0 save"):
         check_same_call([same, same, Call("resume", {})])
 
 

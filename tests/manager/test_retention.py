@@ -13,15 +13,7 @@ from support.machine import seconds
 from support.saves import save
 from trainings import Called, Patch, manager_of, on_disk, resumed, save_steps
 
-from torch_dcpx import (
-    ConcurrentSaveError,
-    OptionError,
-    StorageError,
-    UnsupportedError,
-    WriteOptions,
-    async_save,
-    load,
-)
+import torch_dcpx as dcpx
 from torch_dcpx._answers import BOUND
 from torch_dcpx.storage.reader_lock import being_read
 
@@ -51,7 +43,7 @@ def test_rules_keep_what_they_say(tmp_path: Path, rules: Any, steps: list[int]) 
 
 @pytest.mark.parametrize("rules", [{"keep_best": ("loss", "least", 1)}, {"keep_best": "loss"}])
 def test_rule_that_cannot_work_is_refused(tmp_path: Path, rules: Any) -> None:
-    with pytest.raises(OptionError):
+    with pytest.raises(dcpx.OptionError):
         manager_of(tmp_path, **rules)
 
 
@@ -65,7 +57,9 @@ def test_save_to_a_pinned_checkpoint_is_refused_before_a_byte_is_written(tmp_pat
     manager.pin(5)  # again is fine
     before = files()
     for one in (manager, manager_of(tmp_path)):
-        with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned; unpin it"):
+        with pytest.raises(
+            dcpx.UnsupportedError, match=r"save '.*/step-5': it is pinned; unpin it"
+        ):
             one.save(5, state={"x": torch.zeros(3)})
         assert not one._retention.busy
     assert files() == before
@@ -89,7 +83,7 @@ def test_checkpoint_pinned_in_a_save_to_it_keeps_its_content(
         catch_up()
 
     monkeypatch.setattr(manager._retention, "catch_up", pinned_first)
-    with pytest.raises(UnsupportedError, match=r"save '.*/step-5': it is pinned"):
+    with pytest.raises(dcpx.UnsupportedError, match=r"save '.*/step-5': it is pinned"):
         manager.save(5, state={"x": torch.zeros(3)})
     assert resumed(manager)[1] == 5.0
     assert len(list((tmp_path / "step-5").glob("*.distcp"))) == 1
@@ -110,7 +104,7 @@ def test_checkpoint_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
     with being_read(tmp_path / "step-1"):
         save_steps(manager, 2)
         assert manager.tags() == ["step-1", "step-2"]
-        with pytest.raises(ConcurrentSaveError, match="reads"):
+        with pytest.raises(dcpx.ConcurrentSaveError, match="reads"):
             manager.delete(1)
     save_steps(manager, 3)
     assert manager.tags() == ["step-3"]
@@ -127,7 +121,7 @@ def test_load_keeps_what_it_reads_from_deletion(tmp_path: Path) -> None:
         return {"x": torch.zeros(3)}
 
     reads = Called(meanwhile, lambda state: seen.append(state["x"].tolist()))
-    load({"state": reads}, tmp_path / "step-1", no_dist=True)
+    dcpx.load({"state": reads}, tmp_path / "step-1", no_dist=True)
     assert seen == [["step-1", "step-2"], [1.0] * 3]
     assert manager_of(tmp_path).latest() == "step-2"
 
@@ -142,8 +136,8 @@ def test_save_under_way_keeps_its_directory(tmp_path: Path) -> None:
         waits.set()
         assert goes_on.wait(seconds(60))
 
-    options = WriteOptions(progress=progress)
-    handle = async_save({"x": torch.zeros(3)}, tmp_path / "other", options=options)
+    options = dcpx.WriteOptions(progress=progress)
+    handle = dcpx.async_save({"x": torch.zeros(3)}, tmp_path / "other", options=options)
     assert waits.wait(seconds(60))
     manager._retention.run()
     assert (tmp_path / "other").exists()
@@ -210,10 +204,10 @@ def test_tag_is_kept_from_removal_in_a_save_to_it(tmp_path: Path, monkeypatch: P
     assert not manager._retention.busy
 
     def fail() -> int:
-        raise StorageError("read the pointer")
+        raise dcpx.StorageError("read the pointer")
 
     monkeypatch.setattr(manager._root, "take_order", fail)
-    with pytest.raises(StorageError):
+    with pytest.raises(dcpx.StorageError):
         manager.save(1, user_content=1)
     assert not manager._retention.busy
 
