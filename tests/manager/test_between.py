@@ -44,9 +44,6 @@ def raised_on_both(call: Callable[[], Any], failing: int, error: BaseException) 
         assert type(raised.value.__cause__) is type(error)
 
 
-# ---- The caller's own code -----------------------------------------------------------------------
-
-
 class Model(torch.nn.Linear):
     """Raises `error` when its modules are asked for: as the state or the target is made."""
 
@@ -175,9 +172,6 @@ def test_what_one_rank_raises_all_raise_and_go_on(ranks: StartRanks, tmp_path: P
     ranks(2)(what_raises_at_the_end_of_a_resume, tmp_path)
 
 
-# ---- Signals -------------------------------------------------------------------------------------
-
-
 def signals_that_cannot_be_watched(root: Path) -> None:
     manager, own = manager_of(root), signal.SIGUSR1
     before = signal.getsignal(own)
@@ -216,9 +210,6 @@ def signals_that_cannot_be_watched(root: Path) -> None:
 
 def test_wrong_signals_on_one_rank_are_an_error_on_all(ranks: StartRanks, tmp_path: Path) -> None:
     ranks(2)(signals_that_cannot_be_watched, tmp_path)
-
-
-# ---- Damage --------------------------------------------------------------------------------------
 
 
 def state_of(value: float) -> dict[str, Any]:
@@ -289,9 +280,6 @@ def test_ranks_fall_back_together_whoever_reads_damage(ranks: StartRanks, tmp_pa
         ranks(2)(all_ranks_fall_back, tmp_path / f"of-{rank}", rank)
     ranks(2)(all_ranks_hear_that_nothing_is_good, tmp_path / "none")
     ranks(2)(what_one_rank_would_keep_is_an_error_on_all, tmp_path / "more")
-
-
-# ---- Tensors on meta, and links ------------------------------------------------------------------
 
 
 def sharded(device: str) -> nn.Module:

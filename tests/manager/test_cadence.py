@@ -35,9 +35,6 @@ class HandClock:
         self.now += seconds
 
 
-# ---- Steps ---------------------------------------------------------------------------------------
-
-
 def due_steps(manager: Any, steps: Any, *, saves: bool = True) -> list[int]:
     """Asks at each of these steps, and saves where the answer is yes."""
     found = []
@@ -92,9 +89,6 @@ def test_rules_and_steps_that_cannot_work_are_refused(tmp_path: Path) -> None:
         manager.should_save(2)
 
 
-# ---- Signals -------------------------------------------------------------------------------------
-
-
 def test_signal_is_due_until_a_save_and_the_watch_says_so_too(tmp_path: Path) -> None:
     with manager_of(tmp_path) as manager:
         watch = manager.save_on_signal([signal.SIGUSR1])
@@ -105,9 +99,6 @@ def test_signal_is_due_until_a_save_and_the_watch_says_so_too(tmp_path: Path) ->
         assert manager.should_save(3) and not watch.requested(3)
         save_steps(manager, 3)
         assert not manager.should_save(3) and not manager.should_save(4)
-
-
-# ---- Seconds -------------------------------------------------------------------------------------
 
 
 def test_seconds_of_one_process_are_counted_at_each_step(tmp_path: Path) -> None:

@@ -113,9 +113,6 @@ def test_without_fallback_or_with_a_tag_damage_is_the_error(root: Path) -> None:
         assert "step-150" not in str(info.value)
 
 
-# ---- Without fallback: what makes a commit no whole one ------------------------------------------
-
-
 def data_file(path: Path) -> Path:
     return next(path.glob("__0_*.distcp"))
 
@@ -160,9 +157,6 @@ def test_save_that_did_not_end_is_no_error_without_fallback(tmp_path: Path) -> N
     info = manager.resume(fallback=False)
     skipped = [tag for tag, _ in info.skipped]
     assert (info.tag, skipped) == ("step-150", ["step-160", "step-200"])
-
-
-# ---- What a resume has filled --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("merge", [False, True])
@@ -255,9 +249,6 @@ def test_good_resume_costs_what_one_without_fallback_does(root: Path, monkeypatc
     watch(CheckpointCatalog, "exchange", lambda _, what, *__: what)
     manager_of(root).resume(state={"x": large(0)}, strict=False)
     assert calls == ["resume", "newest"]
-
-
-# ---- Damaged ones and retention ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("found_by", [{}, {"fallback": False}, {"tag": 3}])

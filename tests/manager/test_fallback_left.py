@@ -132,9 +132,6 @@ def test_part_of_the_state_that_only_the_damaged_one_holds(tmp_path: Path, name:
     lacks(root, f"state.{name}", state=two, allow_missing=[f"state.{name}"])
 
 
-# ---- Optimizers ----------------------------------------------------------------------------------
-
-
 def test_state_that_is_kept_is_none_of_the_damaged_one(tmp_path: Path) -> None:
     older, name, missing = Grown(1), r"optimizer\.state\.head\.", ["optimizer.state.head.*"]
     alone = {"model": older, "optimizer": optimizer_of(older.body)}
@@ -167,9 +164,6 @@ def test_setting_that_is_a_tensor_is_none_of_the_damaged_one(tmp_path: Path) -> 
     own["optimizer"].param_groups[0]["extra"] = torch.tensor(0.0)
     extra = "optimizer.param_groups.0.extra"
     lacks(saved(tmp_path, older, newer), extra, **own, allow_missing=[extra])
-
-
-# ---- Small values, which a load hands over at its end --------------------------------------------
 
 
 def test_small_part_that_the_damaged_one_has_given_is_not_forgiven(tmp_path: Path) -> None:

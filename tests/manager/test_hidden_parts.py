@@ -85,9 +85,6 @@ def resumed(root: Path, **more: Any) -> Any:
         return manager.resume(state={"x": torch.zeros(3)})
 
 
-# ---- Removals ------------------------------------------------------------------------------------
-
-
 def test_save_killed_over_a_hidden_checkpoint_does_not_remove_it(hide: Hide, root: Path) -> None:
     save_and_wait(root, 1, 2, 3)
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -234,9 +231,6 @@ def test_removal_goes_on_where_a_read_of_metadata_fails(tmp_path: Path, monkeypa
     with manager_of(tmp_path) as manager:
         manager.delete("step-1")
         assert manager.tags() == ["step-2"]
-
-
-# ---- The newest one ------------------------------------------------------------------------------
 
 
 def test_hidden_newest_is_pointed_to_by_a_later_job(hide: Hide, root: Path) -> None:

@@ -1,19 +1,22 @@
-"""A resume goes not behind a known commit, begins not anew, and takes no record that lies."""
+"""A resume goes not behind a known commit, and begins anew only where no save has made anything."""
 
 from __future__ import annotations
 
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
-from trainings import Log, Patch, manager_of, save_steps
+from support.async_saves import gated
+from support.machine import seconds
+from trainings import Log, Patch, manager_of, save_steps, warnings_of
 
-from torch_dcpx import CorruptionError, DcpxError, PerRank, StorageError
+import torch_dcpx as dcpx
 from torch_dcpx.manager import state as manager_state
 from torch_dcpx.manager.content import encode_content
 from torch_dcpx.manager.stored import Record
@@ -30,7 +33,7 @@ def test_nothing_begins_anew_where_a_commit_left_a_trace(
     ):
         if trace != evidence:
             (tmp_path / trace).unlink()
-    with pytest.raises(StorageError, match=r"'step-3'.*is not found whole.*allow_older"):
+    with pytest.raises(dcpx.StorageError, match=r"'step-3'.*is not found whole.*allow_older"):
         manager_of(tmp_path, allow_fresh=True).resume()
     assert manager_of(tmp_path, allow_fresh=True, allow_older=True).resume().is_fresh
     assert "allow_older=True: a fresh start" in caplog.text
@@ -41,7 +44,7 @@ def test_nothing_begins_anew_where_a_pointer_cannot_be_read(tmp_path: Path, capl
     shutil.rmtree(tmp_path / "step-3")
     (tmp_path / "newest").write_bytes(b"<html>sign in</html>")
     for more in ({}, {"allow_fresh": True}, {"allow_older": True}):
-        with pytest.raises(StorageError, match=r"'newest' is there .*allow_older") as e:
+        with pytest.raises(dcpx.StorageError, match=r"'newest' is there .*allow_older") as e:
             manager_of(tmp_path, **more).resume()
         assert e.value.errno == errno.EIO and e.value.path == str(tmp_path / "newest")
     assert manager_of(tmp_path, allow_fresh=True, allow_older=True).resume().is_fresh
@@ -54,7 +57,7 @@ def test_newest_that_has_only_its_lock_file_left_is_not_passed_over(tmp_path: Pa
     save_steps(manager_of(tmp_path), 2, 3)
     (tmp_path / "newest").unlink()
     (tmp_path / "step-3" / ".metadata").unlink()
-    with pytest.raises(StorageError, match="'step-3' holds files of a commit"):
+    with pytest.raises(dcpx.StorageError, match="'step-3' holds files of a commit"):
         manager_of(tmp_path).resume()
     assert manager_of(tmp_path, allow_older=True).resume().tag == "step-2"
 
@@ -64,7 +67,7 @@ def test_what_was_renamed_or_removed_by_a_manager_is_not_missing(tmp_path: Path)
     save_steps(manager, 1, 2, 3)
     (tmp_path / "step-3" / "notes.txt").write_text("mine")  # so that the directory stays
     manager.delete(3)
-    with pytest.raises(DcpxError, match="step-3"):
+    with pytest.raises(dcpx.DcpxError, match="step-3"):
         manager.delete(3)
     assert (tmp_path / "step-3").is_dir()
     assert manager_of(tmp_path).resume().tag == "step-2"
@@ -82,7 +85,9 @@ def test_save_to_what_lies_beneath_a_mount_that_is_gone_is_refused(tmp_path: Pat
             root.unlink()
             root.symlink_to(beneath)
             for _ in range(2):
-                with pytest.raises(StorageError, match=r"on another file system.*mount theirs"):
+                with pytest.raises(
+                    dcpx.StorageError, match=r"on another file system.*mount theirs"
+                ):
                     save_steps(manager, 3)
             assert list(beneath.iterdir()) == []
             root.unlink()
@@ -91,9 +96,6 @@ def test_save_to_what_lies_beneath_a_mount_that_is_gone_is_refused(tmp_path: Pat
             assert manager.tags() == ["step-1", "step-2", "step-3"]
     finally:
         shutil.rmtree(theirs)
-
-
-# ---- Records and small values that no manager writes ---------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_record_that_lies_is_skipped(
     info = manager_of(tmp_path).resume()
     assert info.tag == "step-1"
     assert [tag for tag, _ in info.skipped] == ["step-2"]
-    with pytest.raises(CorruptionError, match="no record"):
+    with pytest.raises(dcpx.CorruptionError, match="no record"):
         manager_of(tmp_path).resume(tag=2)
 
 
@@ -138,8 +140,96 @@ def test_content_that_no_manager_saves_is_corrupt(
 
     with monkeypatch.context() as patch:
         patch.setattr(manager_state, "encode_content", lying)
-        content = {"a": PerRank(1)}
+        content = {"a": dcpx.PerRank(1)}
         manager_of(tmp_path).save(1, state={"x": torch.zeros(1)}, user_content=content)
-    with pytest.raises(CorruptionError, match="not what a manager saves") as info:
+    with pytest.raises(dcpx.CorruptionError, match="not what a manager saves") as info:
         manager_of(tmp_path).resume()
     assert info.value.fqn in ("dcpx.user_content", "dcpx.rank.0")
+
+
+def fill_with_foreign(root: Path) -> None:
+    """Makes what users and file systems leave beside checkpoints."""
+    (root / "logs" / "step-3").mkdir(parents=True)
+    (root / "logs" / "events.out").write_text("x")
+    (root / "lost+found").mkdir()
+    (root / "empty").mkdir()
+    (root / ".git").mkdir()
+    (root / "step-3.png").write_text("x")
+    (root / "notes.txt").write_text("mine")
+    (root / "config.yaml").write_text("lr: 0.1")
+    (root / "tensorboard").symlink_to("logs")
+
+
+def test_foreign_files_stop_no_fresh_start_and_no_warning_comes(
+    tmp_path: Path, caplog: Log
+) -> None:
+    fill_with_foreign(tmp_path)
+    (tmp_path / "lost+found").chmod(0)
+    before = sorted(tmp_path.rglob("*.*"))
+    with manager_of(tmp_path) as manager:
+        info = manager.resume(state={"x": torch.zeros(3)})
+        assert info.is_fresh and info.skipped == ()
+        assert manager.tags() == [] and manager.latest() is None
+        assert sorted(tmp_path.rglob("*.*")) == before
+        save_steps(manager, 1, 2)
+    again = manager_of(tmp_path).resume(state={"x": torch.zeros(3)})
+    assert (again.step, again.skipped) == (2, ())
+    assert warnings_of(caplog) == []
+    with pytest.raises(dcpx.NotCommittedError, match="checkpoint itself") as told:
+        manager_of(tmp_path / "step-1").resume(state={"x": torch.zeros(3)})
+    assert repr(str(tmp_path)) in str(told.value)
+
+
+STOPS: dict[str, Callable[[Path], Any]] = {
+    **{
+        name: lambda root, name=name: (root / "any" / name).touch()
+        for name in (
+            "__0_0.distcp",
+            "mine_0_0.distcp",
+            "__3.metadata",
+            ".dcpx.deleted",
+            ".dcpx.lock",
+        )
+    },
+    "a first save that began": lambda root: (root / "step-100").mkdir(),
+    "a link to nothing": lambda root: (root / "latest").symlink_to("/none/of/this/is/mounted"),
+    "a link to a checkpoint": lambda root: (root / "latest").symlink_to(root.parent / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("what", STOPS)
+def test_what_may_be_of_a_checkpoint_stops_a_fresh_start(tmp_path: Path, what: str) -> None:
+    root = tmp_path / "run"
+    (root / "any").mkdir(parents=True)
+    dcpx.save({"x": torch.zeros(3)}, tmp_path / "elsewhere", no_dist=True)
+    fill_with_foreign(root)
+    STOPS[what](root)
+    with pytest.raises(dcpx.NotCommittedError, match="allow_fresh=True") as info:
+        manager_of(root).resume(state={"x": torch.zeros(3)})
+    assert "notes.txt" not in str(info.value) and "of 1 entry" in str(info.value)
+    assert manager_of(root, allow_fresh=True).resume(state={"x": torch.zeros(3)}).is_fresh
+
+
+def test_save_under_way_is_no_broken_checkpoint(tmp_path: Path, caplog: Log) -> None:
+    gate, options = gated(max_in_flight=2)
+    with dcpx.CheckpointManager(tmp_path, options=options) as manager:
+        first = manager.save(1, state={"x": torch.zeros(3)})
+        assert gate.reached.wait(seconds(60))  # its directory is there, its metadata is not
+        assert manager.tags() == [] and manager.latest() is None
+        manager.save(2, state={"x": torch.zeros(3)})
+        assert not first.done()
+        gate.open()
+    assert caplog.records == []
+
+
+def test_delete_is_not_warned_of_whatever_else_lies_there(tmp_path: Path, caplog: Log) -> None:
+    with manager_of(tmp_path) as manager:
+        save_steps(manager, 1, 2, 3)
+        (tmp_path / "step-2" / "notes.txt").write_text("mine")
+        manager.delete(2)
+        manager.delete(3)
+        assert manager.tags() == ["step-1"]
+        save_steps(manager, 4)
+    assert manager_of(tmp_path).resume(state={"x": torch.zeros(3)}).skipped == ()
+    assert (tmp_path / "step-2" / "notes.txt").read_text() == "mine"
+    assert warnings_of(caplog) == []

@@ -120,9 +120,6 @@ def test_retention_neither_counts_nor_follows_nor_removes_links(root: Path, capl
     assert warnings_of(caplog) == []
 
 
-# ---- Links that are made meanwhile ---------------------------------------------------------------
-
-
 class Race:
     """A manager with two checkpoints, amid whose calls a test does something."""
 

@@ -202,9 +202,6 @@ def test_what_two_ranks_saved_one_resumes(ranks: StartRanks, tmp_path: Path) -> 
         ranks(1)(case, tmp_path)
 
 
-# ---- States of every class -----------------------------------------------------------------------
-
-
 class Zero1(torch.optim.Optimizer):
     """Plain parameters, whose moments are sharded over all ranks."""
 

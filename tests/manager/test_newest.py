@@ -252,9 +252,6 @@ def test_same_call_is_compared() -> None:
         check_same_call([same, same, Call("resume", {})])
 
 
-# ---- A pointer that is older than what lies there ------------------------------------------------
-
-
 def put_back(root: Path, earlier: bytes, *steps: int) -> None:
     """Saves more, and puts an earlier pointer back, as a backup does; dates are in order."""
     with manager_of(root) as manager:

@@ -130,9 +130,6 @@ def test_a_save_of_a_model_on_meta_is_refused_by_name(tmp_path: Path, parts: Any
     assert not list(tmp_path.glob("*/.metadata"))
 
 
-# ---- dcpx.load -----------------------------------------------------------------------------------
-
-
 def test_load_of_a_stateful_object_on_meta_is_refused_by_name(tmp_path: Path) -> None:
     """Stock says ok, and copies into nothing."""
     dcpx.save({"m": Model(), "a": Wrapped(Model())}, tmp_path)

@@ -136,9 +136,6 @@ def test_parameters_of_a_group_behind_the_last_find_its_settings(tmp_path: Path)
     assert optimizer.param_groups[0]["lr"] == 0.01
 
 
-# ---- Optimizers in a dict: under keys that are no texts, and some of those that were saved -------
-
-
 def by_key(*keys: Any, seed: int = 0, make: Any = optim.Adam) -> dict[str, Any]:
     model = Training(seed).model
     layers = zip(keys, model, strict=False)

@@ -253,9 +253,6 @@ def test_process_that_ends_without_close_ends_well(tmp_path: Path, run_warm: Run
     assert manager_of(tmp_path / "root").latest() == "step-4"
 
 
-# ---- What a killed save or removal leaves: it goes under its own name alone ----------------------
-
-
 def killed(function: Callable[..., None], root: Path, tag: str) -> None:
     assert started(function, root, tag).wait(seconds(120)) == -signal.SIGKILL
 

@@ -70,9 +70,6 @@ def is_refused(found: Any) -> bool:
     return bool(found["error"] == "ConcurrentSaveError")
 
 
-# ---- Two processes ------------------------------------------------------------------------------
-
-
 @FLAGS
 def test_second_live_job_is_refused_before_a_byte(tmp_path: Path, job: Any, flags: Any) -> None:
     def snapshot() -> dict[Path, bytes]:
@@ -245,9 +242,6 @@ def test_holder_of_the_root_by_another_mount_lives(tmp_path: Path, job: Any) -> 
     one.kill()
     with manager_of(tmp_path) as manager:
         save(manager, 1)
-
-
-# ---- One process --------------------------------------------------------------------------------
 
 
 def test_managers_of_one_process_share_the_root(tmp_path: Path, job: Any) -> None:

@@ -34,9 +34,6 @@ def patch(monkeypatch: Patch) -> Any:
     return monkeypatch.setattr
 
 
-# ---- Other machines -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_flock", [True, False])
 def test_silent_job_of_another_machine_is_gone(tmp_path: Path, patch: Any, has_flock: bool) -> None:
     put(tmp_path, elsewhere())

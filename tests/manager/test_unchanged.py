@@ -89,8 +89,6 @@ def test_every_pair_trains_as_if_nobody_had_saved_or_resumed(tmp_path: Path, nam
             check_unchanged(tmp_path / str(case), case)
 
 
-# ---- Two ranks -----------------------------------------------------------------------------------
-
 # What torch cannot step with FSDP2, and what it says: checked below, for it may learn to.
 CANNOT = {
     "Adafactor": {"": "in-place operations that require placement changes"},

@@ -196,9 +196,6 @@ def test_what_was_each_ranks_own_is_told_where_given_otherwise(tmp_path: Path) -
         assert given["rng"].value == {"a": 2}
 
 
-# ---- Objects within a value of state= ------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 def test_object_with_a_state_within_a_value_is_refused(tmp_path: Path, is_async: bool) -> None:
     module = torch.nn.Linear(1, 1)

@@ -231,9 +231,6 @@ def test_directories_keep_their_modes(tmp_path: Path) -> None:
     assert modes == dict.fromkeys(("run", "step-1", "out"), 0o2700)
 
 
-# ---- Copies of a whole root ----------------------------------------------------------------------
-
-
 def pointer(root: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((root / "newest").read_bytes())
     return found

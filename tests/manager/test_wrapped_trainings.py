@@ -1,4 +1,4 @@
-"""A manager saves and resumes wrapped models whose submodules are called as wrappers' are."""
+"""A manager saves and resumes wrapped models, whole or their trained parts (`trainable_only`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.states import assert_same
 from support.wrapped import MODELS, WRAPS, Tree, filled, group_of_one, held
 from torch import nn
-from trainings import manager_of
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from trainings import damage, manager_of
 
 import torch_dcpx as dcpx
-from torch_dcpx import KeyMap
+from torch_dcpx import CorruptionError, KeyMap, MismatchError
 
 # What the wrapper makes first comes first in the state: DCP's functions then swap the two.
 MODELS_IN_ORDER = {
@@ -119,3 +122,127 @@ def test_states_under_the_names_of_ddp_follow_their_parameters(tmp_path: Path, w
             manager_of(tmp_path).resume(**given)
         manager_of(tmp_path).resume(**given, translate=KeyMap(wrappers=wrappers))
         assert_equal((other, its), (model, optimizer))
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for layer in model.children():
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAPPED = {"none": WRAPS["none"], "DDP": WRAPS["DDP"], "compile": WRAPS["compile"], "fsdp": sharded}
+
+
+class Adapted(nn.Module):
+    """A frozen base, a trained adapter on top, and running statistics without parameters."""
+
+    def __init__(self, seed: int, width: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(width, 64)
+        self.norm = nn.BatchNorm1d(64, affine=False)
+        self.base.requires_grad_(False)
+        torch.manual_seed(seed)
+        self.lora_A = nn.Linear(width, 2, bias=False)
+        self.lora_B = nn.Linear(2, 64, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.base(x)) + self.lora_B(self.lora_A(x))
+
+
+def made(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = WRAPPED[kind](Adapted(seed))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)  # frozen ones are in its groups
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.rand(8, 64, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def stored(path: Path) -> set[str]:
+    reader = dcpx.DcpxReader(path)
+    names = reader.read_metadata().state_dict_metadata
+    return {name.removeprefix("model.") for name in names if name.startswith("model.")}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_adapter_alone_is_saved_and_resumes_to_the_bit(tmp_path: Path, kind: str) -> None:
+    model, optimizer = made(kind, 1)
+    train(model, optimizer, 1, 2)
+    with manager_of(tmp_path, trainable_only=True) as manager:
+        manager.save(2, model=model, optimizer=optimizer)
+    statistics = {f"norm.{name}" for name, _ in Adapted(0).norm.named_buffers()}
+    assert stored(tmp_path / "step-2") == {"lora_A.weight", "lora_B.weight", *statistics}
+    expected, mine = train(model, optimizer, 3, 4), optimizer.state_dict()
+    for number, other in enumerate((*WRAPPED, *WRAPPED)):
+        translate = KeyMap() if number >= len(WRAPPED) else None
+        again, its_optimizer = made(other, 9)
+        with manager_of(tmp_path, trainable_only=True) as manager:
+            info = manager.resume(model=again, optimizer=its_optimizer, translate=translate)
+        assert info.report is not None
+        assert info.report.missing == ()
+        assert train(again, its_optimizer, 3, 4) == expected
+        its = its_optimizer.state_dict()
+        assert_same({**mine, "state": full(mine)}, {**its, "state": full(its)})
+
+
+def full(state: dict[str, Any]) -> dict[str, Any]:
+    def whole(value: Any) -> Any:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    states = state["state"].items()
+    return {number: {key: whole(one) for key, one in own.items()} for number, own in states}
+
+
+def test_what_is_missing_is_an_error(tmp_path: Path) -> None:
+    model, optimizer = made("none", 1)
+    manager = manager_of(tmp_path, trainable_only=True)
+    assert "trainable_only=True" in repr(manager)
+    manager.save(1, model=model, optimizer=optimizer)
+    with pytest.raises(MismatchError, match="trainable_only=True") as raised:
+        manager_of(tmp_path).resume(model=model)
+    assert raised.value.missing == ("model.base.weight", "model.base.bias")
+    model.base.bias.requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(MismatchError) as raised:
+        manager.resume(model=model)
+    assert raised.value.missing == ("model.base.bias",)
+    with pytest.raises(dcpx.OptionError, match="trainable_only"):
+        manager_of(tmp_path, trainable_only=1)
+
+
+def test_whole_checkpoint_fills_the_base_too(tmp_path: Path) -> None:
+    model, optimizer = made("none", 1)
+    with torch.no_grad():
+        model.base.bias.fill_(7)  # type: ignore[operator, union-attr]
+    manager_of(tmp_path).save(1, model=model, optimizer=optimizer)
+    other, its_optimizer = made("none", 2)
+    manager_of(tmp_path, trainable_only=True).resume(model=other, optimizer=its_optimizer)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_parameter_that_was_frozen_after_it_was_trained_is_saved(tmp_path: Path) -> None:
+    model, optimizer = made("none", 1)
+    train(model, optimizer, 1)
+    model.lora_A.requires_grad_(False)
+    manager_of(tmp_path, trainable_only=True).save(1, model=model, optimizer=optimizer)
+    other, its_optimizer = made("none", 2)
+    other.lora_A.requires_grad_(False)
+    manager_of(tmp_path, trainable_only=True).resume(model=other, optimizer=its_optimizer)
+    assert_same(model.state_dict(), other.state_dict())
+
+
+def test_base_that_a_damaged_checkpoint_has_filled_is_told(tmp_path: Path) -> None:
+    model = Adapted(1, width=4096)  # whose base fills blocks of its own
+    manager_of(tmp_path, trainable_only=True).save(1, model=model)
+    manager_of(tmp_path).save(2, model=model)
+    damage(tmp_path / "step-2")
+    with pytest.raises(CorruptionError, match=r"does not hold .*model\.base"):
+        manager_of(tmp_path, trainable_only=True).resume(model=model)
