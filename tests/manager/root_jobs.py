@@ -153,6 +153,12 @@ def save(manager: CheckpointManager, step: int) -> None:
     manager.save(step, state={"x": torch.ones(8)})
 
 
+def save_once(root: Path, step: int = 1) -> None:
+    """Saves as a job does that ends behind it."""
+    with manager_of(root) as manager:
+        save(manager, step)
+
+
 def locks(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if root_lock_number(path.name))
 

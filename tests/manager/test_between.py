@@ -16,8 +16,7 @@ from support.machine import seconds
 from support.rank_fixture import StartRanks
 from support.states import assert_same
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from trainings import Held, Training, damage, large, manager_of
+from trainings import Held, Training, damage, fully_sharded, large, manager_of
 
 import torch_dcpx as dcpx
 
@@ -285,9 +284,7 @@ def test_ranks_fall_back_together_whoever_reads_damage(ranks: StartRanks, tmp_pa
 def sharded(device: str) -> nn.Module:
     with torch.device(device):
         model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
-    for layer in model:
-        fully_shard(layer)
-    return fully_shard(model)
+    return fully_sharded(model)
 
 
 def parts_of(model: nn.Module) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from trainings import (
     damage,
     large,
     manager_of,
+    pointer,
     save_steps,
     warnings_of,
 )
@@ -44,11 +44,6 @@ def resume(manager: dcpx.CheckpointManager | Path, **how: Any) -> tuple[Any, flo
     info = manager.resume(state=target, **how)
     (value,) = set(target["x"].tolist())
     return info, value
-
-
-def pointer(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / "newest").read_bytes())
-    return found
 
 
 @pytest.fixture

@@ -64,7 +64,6 @@ def test_retention_and_delete_on_fuse_leave_and_say_nothing(fuse: Path, caplog: 
     manager = manager_of(fuse, keep_last=2)
     for step in range(1, 5):
         save_steps(manager, step)
-        manager.wait()
         kept = {f"step-{each}" for each in (step - 1, step) if each}
         assert names(fuse) == {"newest", *kept}
     manager.delete(3)
@@ -81,11 +80,9 @@ def test_data_file_that_is_open_on_fuse_goes_with_the_next_retention(
     save_steps(manager, 1)
     with next((fuse / "step-1").glob("*.distcp")).open("rb"):  # a stock reader: it holds no lock
         save_steps(manager, 2)
-        manager.wait()
         assert on_disk(fuse) == {"step-1", "step-2"}
         assert manager.tags() == ["step-2"]
     save_steps(manager, 3)
-    manager.wait()
     assert names(fuse) == {"newest", "step-3"}
     assert warnings_of(caplog) == []
 
@@ -97,7 +94,6 @@ def test_lock_file_that_is_open_on_fuse_does_not_fail_a_delete(fuse: Path, caplo
         manager.delete(1)
         assert manager.tags() == ["step-2", "step-3"]
     save_steps(manager, 4)
-    manager.wait()
     assert on_disk(fuse) == {"step-2", "step-3", "step-4"}
     assert warnings_of(caplog) == []
 

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 from support.fuse_fixture import MountedClient, mounted_clients
 from support.rows import check_rows
-from trainings import Log, Patch, manager_of, on_disk, save_steps
+from trainings import Log, Patch, manager_of, on_disk, pointer, save_steps
 
 from torch_dcpx import ReadOptions, StorageError
 from torch_dcpx.cli.app import app
@@ -72,7 +72,6 @@ def save_and_wait(root: Path, *steps: int) -> None:
     """Saves; no thread of the manager looks for removals behind that."""
     with manager_of(root) as manager:
         save_steps(manager, *steps)
-        manager.wait()
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -134,7 +133,6 @@ def test_removal_takes_later_what_was_hidden(hide: Hide, root: Path) -> None:
         save_steps(manager, 1)
         hide(*hidden)
         save_steps(manager, 2)
-        manager.wait()
         hide.show()
         save_steps(manager, 3)
     assert on_disk(root) == {"step-3"}
@@ -147,7 +145,6 @@ def test_removal_that_did_not_see_a_file_takes_it_later(client: MountedClient, r
     hide(*(f"{root.name}/{place}/__0_0.distcp" for place in ("step-1", ".dcpx.trash.*")))
     with manager_of(root, keep_last=1) as manager:
         save_steps(manager, 3)
-        manager.wait()
         hide.show()
         assert any(name.startswith(".dcpx.trash") for name in os.listdir(root))
         save_steps(manager, 4)
@@ -163,7 +160,6 @@ def test_what_was_removed_and_saved_anew_is_not_removed_again(hide: Hide, root: 
     hide("*step-1/.metadata")
     with manager_of(root, keep_last=9) as manager:
         save_steps(manager, 3)
-        manager.wait()
     assert CliRunner().invoke(app, ["gc", "--delete", str(root / "step-1")]).exit_code == 2
     hide.show()
     assert files_of(root / "step-1") == before
@@ -306,8 +302,8 @@ def test_root_of_a_killed_save_begins_anew_when_shared(client: MountedClient, ro
     save_and_wait(root, 1)
     for name in (".metadata", ".dcpx.readers"):
         (root / "step-1" / name).unlink()
-    pointer = json.loads((root / "newest").read_text())
-    (root / "newest").write_text(json.dumps({**pointer, "tag": None, "save_id": None, "order": 0}))
+    none = {**pointer(root), "tag": None, "save_id": None, "order": 0}
+    (root / "newest").write_text(json.dumps(none))
     client.forget()
     assert resumed(root, allow_fresh=True).is_fresh
 

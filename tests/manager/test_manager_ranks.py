@@ -14,9 +14,8 @@ from support.machine import seconds
 from support.no_collectives import no_collectives
 from support.rank_fixture import StartRanks
 from support.states import assert_same
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trainings import Called, Held
+from trainings import Called, Held, fully_sharded
 
 from torch_dcpx import (
     CheckpointManager,
@@ -44,9 +43,7 @@ class Training:
         self.model: Any = torch.nn.Sequential(torch.nn.Linear(8, 13), torch.nn.Linear(13, 4))
         self.model[0].bias.requires_grad_(False)
         if wrap == "fsdp":
-            for layer in self.model:
-                fully_shard(layer)
-            fully_shard(self.model)
+            fully_sharded(self.model)
         elif wrap == "ddp":
             self.model = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)

@@ -17,10 +17,9 @@ from support.rank_fixture import StartRanks
 from support.states import assert_same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from trainings import FAST, manager_of
+from trainings import FAST, fully_sharded, manager_of
 
 from torch_dcpx import KeyMap, MismatchError, PlanError
 
@@ -46,9 +45,7 @@ def sharded(seed: int, names: tuple[str, str] = ("a", "b")) -> tuple[Any, dict[s
     model: Any = Net(seed, names)
     first, second = (getattr(model, name) for name in names)
     second.bias.requires_grad_(False)
-    for layer in (first, second):
-        fully_shard(layer)
-    fully_shard(model)
+    fully_sharded(model)
     groups = [{"params": [second.weight]}, {"params": [second.bias], "lr": 7.0}]
     optimizers = {
         "one": torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
@@ -220,12 +217,6 @@ class Zero1(torch.optim.Optimizer):
                     state["moment"] = torch.zeros_like(mine)
                 state["moment"].mul_(0.9).add_(mine)
                 parameter.sub_(state["moment"].full_tensor(), alpha=group["lr"])
-
-
-def fully_sharded(model: torch.nn.Module) -> Any:
-    for layer in model.children():
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 WRAPS: dict[str, Callable[[Any], Any]] = {

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from support.saves import save
-from trainings import Log, Patch, manager_of, resumed, save_steps, warnings_of
+from trainings import Log, Patch, manager_of, pointer, resumed, save_steps, warnings_of
 
 import torch_dcpx as dcpx
 from torch_dcpx.manager import root as manager_root
 
 
 def pointing(root: Path, **fields: Any) -> None:
-    pointer = json.loads((root / "newest").read_bytes())
-    (root / "newest").write_text(json.dumps({**pointer, **fields}))
+    (root / "newest").write_text(json.dumps({**pointer(root), **fields}))
 
 
 def lose(root: Path) -> None:

@@ -25,6 +25,7 @@ from root_jobs import (
     put,
     save,
     save_and_become_another,
+    save_once,
     started,
 )
 from support.machine import seconds
@@ -240,8 +241,7 @@ def test_holder_of_the_root_by_another_mount_lives(tmp_path: Path, job: Any) -> 
         save(manager_of(tmp_path), 1)
     assert locks(tmp_path) == [root_lock_name(1)]
     one.kill()
-    with manager_of(tmp_path) as manager:
-        save(manager, 1)
+    save_once(tmp_path)
 
 
 def test_managers_of_one_process_share_the_root(tmp_path: Path, job: Any) -> None:
@@ -325,8 +325,7 @@ def test_dropped_manager_gives_its_root_back_without_a_collection(tmp_path: Path
         save(manager, 1)
         manager.wait()
         del manager
-        with manager_of(tmp_path) as manager:
-            save(manager, 2)
+        save_once(tmp_path, 2)
         assert is_given_back(tmp_path)
     finally:
         gc.enable()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, save
+from root_jobs import NEVER, PROOFS, alarm, elsewhere, locks, manager_of, put, save, save_once
 from support.fuse_fixture import MountedClient
 from support.machine import seconds
 from trainings import Log, Patch
@@ -174,8 +174,7 @@ def test_flock_tells_of_another_container_or_number_of_the_root(tmp_path: Path) 
             fcntl.flock(file, fcntl.LOCK_EX)
             with pytest.raises(ConcurrentSaveError, match=f"pid={os.getpid()} "):
                 save(manager_of(tmp_path), 1)
-        with manager_of(tmp_path) as manager:
-            save(manager, 1)
+        save_once(tmp_path)
         for name in locks(tmp_path):
             (tmp_path / name).unlink()
 
@@ -213,8 +212,7 @@ def test_root_is_free_where_the_first_look_at_it_fails(tmp_path: Path, monkeypat
                 save(manager, 1)
         assert root_lock._held == {}
         _until(lambda: all(t.name != "dcpx-root" for t in threading.enumerate()), seconds(60))
-        with manager_of(tmp_path) as manager:
-            save(manager, 1)
+        save_once(tmp_path)
 
 
 def test_own_record_that_one_look_misses_is_not_another_jobs(tmp_path: Path, patch: Any) -> None:
@@ -234,8 +232,7 @@ def test_record_that_another_client_has_replaced_is_looked_at_again(
     two_clients: tuple[MountedClient, ...],
 ) -> None:
     client, root = two_clients[0], two_clients[0].path / "root"
-    with manager_of(root) as manager:
-        save(manager, 1)
+    save_once(root)
     record = FileRecord(root)
     client.forget()
     client.fail("getattr", errno.ESTALE, "root/.dcpx.root*", times=1)
@@ -305,8 +302,7 @@ def test_thread_is_begun_outside_the_guard(tmp_path: Path, patch: Any) -> None:
         start(thread)
 
     patch(threading.Thread, "start", look)
-    with manager_of(tmp_path) as manager:
-        save(manager, 1)
+    save_once(tmp_path)
     assert are_held == [False]
 
 

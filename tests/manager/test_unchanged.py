@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.rank_fixture import StartRanks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from trainings import manager_of
+from trainings import fully_sharded, manager_of
 from unchanged import LAYOUTS, Case, Training, check_unchanged, optimizers, schedulers, variants
 
 EVERY = [(name, arguments) for name in optimizers() for arguments in variants(name)]
@@ -103,13 +103,6 @@ CANNOT = {
 }
 
 
-def shard(model: torch.nn.Module) -> torch.nn.Module:
-    for layer in model.children():
-        fully_shard(layer)
-    fully_shard(model)
-    return model
-
-
 def wrap(model: torch.nn.Module) -> torch.nn.Module:
     """Shards by FSDP1, whose optimizers hold parts of one flat parameter."""
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
@@ -127,11 +120,11 @@ def layouts(root: Path) -> None:
             case = Case(name, arguments, "StepLR", layout=layout)
             check_unchanged(root / f"ddp-{case}", case, replicate)
             if layout in ("contiguous", "offset"):
-                check_unchanged(root / f"fsdp2-{case}", case, shard)
+                check_unchanged(root / f"fsdp2-{case}", case, fully_sharded)
                 check_unchanged(root / f"fsdp1-{case}", case, wrap)
         if layout not in ("contiguous", "offset"):
             with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
-                Training(case, 0, shard)
+                Training(case, 0, fully_sharded)
 
 
 def refusal(name: str, arguments: dict[str, Any]) -> str | None:
@@ -145,13 +138,13 @@ def check(root: Path, name: str, arguments: dict[str, Any], scheduler: str) -> N
     case = Case(name, arguments, scheduler)
     text = refusal(name, arguments)
     if text is None:
-        check_unchanged(root / str(case), case, shard)
+        check_unchanged(root / str(case), case, fully_sharded)
         return
-    training = Training(case, 0, shard)
+    training = Training(case, 0, fully_sharded)
     with pytest.raises((RuntimeError, NotImplementedError), match=text):
         training.train(0)
     if name == "LBFGS":
-        check_unchanged(root / str(case), case._replace(is_used_only=True), shard)
+        check_unchanged(root / str(case), case._replace(is_used_only=True), fully_sharded)
 
 
 def counters_of_a_sharded_scalar_are_plain_and_its_moments_are_sharded(root: Path) -> None:

@@ -19,6 +19,7 @@ from trainings import (
     large,
     manager_of,
     on_disk,
+    pointer,
     resumed,
     save_steps,
     warnings_of,
@@ -229,11 +230,6 @@ def test_directories_keep_their_modes(tmp_path: Path) -> None:
         export(root / "step-0", out, keys=["x"], no_dist=True, overwrite=True)
     modes = {path.name: path.stat().st_mode & 0o7777 for path in (root, root / "step-1", out)}
     assert modes == dict.fromkeys(("run", "step-1", "out"), 0o2700)
-
-
-def pointer(root: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / "newest").read_bytes())
-    return found
 
 
 def fork(root: Path) -> Path:

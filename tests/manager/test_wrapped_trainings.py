@@ -11,9 +11,8 @@ import torch
 from support.states import assert_same
 from support.wrapped import MODELS, WRAPS, Tree, filled, group_of_one, held
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from trainings import damage, manager_of
+from trainings import damage, fully_sharded, manager_of
 
 import torch_dcpx as dcpx
 from torch_dcpx import CorruptionError, KeyMap, MismatchError
@@ -124,13 +123,12 @@ def test_states_under_the_names_of_ddp_follow_their_parameters(tmp_path: Path, w
         assert_equal((other, its), (model, optimizer))
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    for layer in model.children():
-        fully_shard(layer)
-    return fully_shard(model)
-
-
-WRAPPED = {"none": WRAPS["none"], "DDP": WRAPS["DDP"], "compile": WRAPS["compile"], "fsdp": sharded}
+WRAPPED = {
+    "none": WRAPS["none"],
+    "DDP": WRAPS["DDP"],
+    "compile": WRAPS["compile"],
+    "fsdp": fully_sharded,
+}
 
 
 class Adapted(nn.Module):

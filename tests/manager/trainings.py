@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,21 @@ def contents(path: Path) -> dict[str, bytes]:
 def on_disk(root: Path) -> set[str]:
     """Names of the directories in the root."""
     return {path.name for path in root.iterdir() if path.is_dir()}
+
+
+def pointer(root: Path) -> dict[str, Any]:
+    """What the root says of its newest checkpoint."""
+    found: dict[str, Any] = json.loads((root / "newest").read_bytes())
+    return found
+
+
+def fully_sharded(model: Any) -> Any:
+    """Shards each layer, and the model, by FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.children():
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 def damage(directory: Path, rank: int = 0) -> Path:
