@@ -17,22 +17,17 @@ import pytest
 import torch
 from root_jobs import alarm
 from support.machine import EVERY_POINT, seconds
-from trainings import Log
+from trainings import Log, manager_of
 
-from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxError, WriteOptions
+from torch_dcpx import CheckpointManager, ConcurrentSaveError, DcpxError
 from torch_dcpx._waiting import Guard
 from torch_dcpx.storage import save_lock
 
-FAST = WriteOptions(durability="none", workers=1)
 _MANAGERS = ("root", "retention", "save", "removal", "directory_root")
 WATCHED = (
     *(f"manager/{name}.py" for name in _MANAGERS),
     *("storage/root_lock.py", "storage/root_record.py", "storage/save_lock.py"),
 )
-
-
-def manager_of(root: Path, **more: Any) -> CheckpointManager:
-    return CheckpointManager(root, no_dist=True, **{"async_save": False, "options": FAST, **more})
 
 
 def save(manager: CheckpointManager, tag: int | str, value: float) -> None:
