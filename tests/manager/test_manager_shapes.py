@@ -219,10 +219,7 @@ class Zero1(torch.optim.Optimizer):
                 parameter.sub_(state["moment"].full_tensor(), alpha=group["lr"])
 
 
-WRAPS: dict[str, Callable[[Any], Any]] = {
-    "ddp": DistributedDataParallel,
-    "fsdp2": fully_sharded,
-}
+WRAPS: dict[str, Callable[[Any], Any]] = {"ddp": DistributedDataParallel, "fsdp2": fully_sharded}
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "every": EveryClass,
     "zero1": Zero1,

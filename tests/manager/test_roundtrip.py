@@ -154,14 +154,6 @@ def test_failed_save_raises_where_the_block_ends_and_leaves_the_newest(tmp_path:
     assert (info.tag, info.user_content) == ("step-1", 1)
 
 
-def test_checkpoint_is_one_that_dcpx_load_reads(tmp_path: Path) -> None:
-    training = Training()
-    manager_of(tmp_path).save(1, model=training.model)
-    target = {"model": {k: torch.zeros_like(v) for k, v in training.model.state_dict().items()}}
-    dcpx.load(target, tmp_path / "step-1")
-    assert_same(training.model.state_dict(), target["model"])
-
-
 @pytest.mark.parametrize(
     "integer", [np.int64, np.array, torch.tensor], ids=lambda kind: kind.__name__
 )

@@ -125,14 +125,6 @@ def test_checkpoint_of_another_run_is_the_users(tmp_path: Path, name: str) -> No
     assert manager_of(root).latest() == "step-12"
 
 
-def test_copied_root_is_a_root_of_its_own(tmp_path: Path) -> None:
-    save_steps(tmp_path / "a", 1, 2, 3)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert manager_of(tmp_path / "b").resume().step == 3
-    assert goes_on(tmp_path / "b", 4, keep_last=1) == {"step-4"}
-    assert on_disk(tmp_path / "a") == {"step-1", "step-2", "step-3"}
-
-
 def test_checkpoints_without_a_pointer_are_resumed_and_stay(tmp_path: Path) -> None:
     """As after `cp -r other/step-* here`: nobody knows for whom."""
     other, root = tmp_path / "other", tmp_path / "run"

@@ -35,11 +35,7 @@ class Training:
 
     @property
     def parts(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "lr_scheduler": self.scheduler,
-        }
+        return {"model": self.model, "optimizer": self.optimizer, "lr_scheduler": self.scheduler}
 
     def train(self, step: int) -> float:
         loss = self.gradients(step)
