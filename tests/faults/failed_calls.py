@@ -9,7 +9,6 @@ import errno
 import gc
 import os
 import re
-import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from call_sweep import (
     KINDS,
     MOST_CALLS,
     BadPointError,
+    Kind,
     assert_next_save_works,
     both_rank_local,
     of_all,
@@ -30,7 +30,8 @@ from call_sweep import (
     state_there,
     stocks_background,
 )
-from support.call_shim import Action, Kind, Shim
+from support import call_shim
+from support.call_shim import Action, Shim
 from support.leaks import Held
 from support.saves import assert_whole, save
 from support.states import assert_same, blank_like
@@ -43,6 +44,8 @@ from torch_dcpx.staging.arena import process_pool
 HARD = ("EIO", "ENOSPC", "EDQUOT", "EMFILE", "EACCES", "EROFS", "ESTALE")
 HARMLESS = ("EINTR", "SHORT", "COUNT")
 CODES = (*HARD, "EINTR", "SHORT")
+WRITING = ("fsync", "pwrite", "write", "renameat", "fallocate")  # none of which may fail unheard
+REPLACED = (None, of_stock, both_rank_local)  # what is there once: a save of ours replaces it
 
 
 def sampled(stride: int, offset: int, names: list[str]) -> Iterator[tuple[str, Iterator[int]]]:
@@ -70,11 +73,11 @@ class Point(NamedTuple):
 def arm(shim: Shim, nth: int, code: str) -> None:
     """Lets the `nth` call fail with `code`, or cuts it short."""
     if code == "COUNT":
-        shim.arm(nth, Action.COUNT, 0, Kind.ALL)
+        shim.arm(nth, Action.COUNT, 0, call_shim.Kind.ALL)
     elif code == "SHORT":
-        shim.arm(nth, Action.SHORT, 0, Kind.MOVES)
+        shim.arm(nth, Action.SHORT, 0, call_shim.Kind.MOVES)
     else:
-        shim.arm(nth, Action.FAIL, getattr(errno, code), Kind.ALL)
+        shim.arm(nth, Action.FAIL, getattr(errno, code), call_shim.Kind.ALL)
 
 
 def unwrapped(error: BaseException, *, is_wrapped: bool | None) -> BaseException:
@@ -134,7 +137,7 @@ def described(error: BaseException) -> str:
     return "bad: " + "".join(traceback.format_exception(error))[-1500:]
 
 
-# ---- In one process -----------------------------------------------------------------------------
+# ---- What is done, in one process and on two ranks ---------------------------------------------
 
 
 def _dcp_load(target: dict[str, Any], directory: Path) -> None:
@@ -143,136 +146,6 @@ def _dcp_load(target: dict[str, Any], directory: Path) -> None:
 
 def _own_load(target: dict[str, Any], directory: Path) -> None:
     torch_dcpx.load(target, directory, no_dist=True)
-
-
-# name -> who wrote it, what is done, and whether DCP wraps its errors
-LOADS: dict[str, tuple[Any, Any, bool | None]] = {
-    "dcp.load of ours": (save, _dcp_load, True),
-    "dcp.load of stock's": (of_stock, _dcp_load, True),
-    "dcp.load of rank-local": (both_rank_local, _dcp_load, None),
-    "torch_dcpx.load of ours": (save, _own_load, False),
-    "torch_dcpx.load of stock's": (of_stock, _own_load, False),
-}
-
-
-def kept(directory: Path) -> dict[str, bytes]:
-    """Returns name -> content of all files but the locks."""
-    files = directory.iterdir() if directory.exists() else ()
-    return {p.name: p.read_bytes() for p in files if p.is_file() and p.suffix != ".lock"}
-
-
-class Sweep:
-    """One kind of save or load, call by call."""
-
-    def __init__(self, shim: Shim, tree: Path, name: str) -> None:
-        self._shim, self._tree, self._is_save = shim, tree, name in KINDS
-        self._root = tree / "saves"  # whose own entry, in the tree too, a first save syncs
-        self._before, self._act, self._is_wrapped = KINDS[name] if self._is_save else LOADS[name]
-        self._is_local = self._is_save and KINDS[name].is_local
-        self._seed = self._directories = 0  # the seed: of the state that is there
-
-    def run(self, stride: int, offset: int) -> list[Point]:
-        """Returns every point; raises nothing."""
-        self._root.mkdir(parents=True)
-        self._shim.watch(self._tree)
-        self._directory = self._prepared()
-        for warm in ("EIO", "EIO", "COUNT"):  # what is imported and kept once
-            self._once(warm, 0 if warm == "EIO" else MOST_CALLS)
-        names = self._names
-        self._settle()
-        held, points = Held(), list[Point]()
-        for code, calls in sampled(stride, offset, names):
-            for nth in calls:
-                point = self._once(code, nth)
-                if point is None:
-                    break
-                self._settle()
-                points.append(point)
-                try:
-                    held.assert_no_file_or_thread_more()
-                except AssertionError as error:
-                    points[-1] = point._replace(outcome=described(error))
-        try:
-            held.assert_no_memory_more()
-        except AssertionError as error:
-            points.append(Point("EIO", -1, "all", described(error)))
-        return points
-
-    def _settle(self) -> None:
-        """Gives back staging memory, which a future's traceback holds until it is collected."""
-        if self._act is stocks_background:
-            gc.collect()
-            process_pool().close()
-
-    def _prepared(self) -> Path:
-        """Returns a directory that holds what is to be there before."""
-        self._directories += 1
-        directory = self._root / f"{self._directories}"
-        self._seed += 1
-        if self._before is not None:
-            self._before(state_of(self._seed), directory)
-        return directory
-
-    def _once(self, code: str, nth: int) -> Point | None:
-        """Returns the point, or None where there was no such call."""
-        try:
-            outcome = (self._save_once if self._is_save else self._load_once)(code, nth)
-        except Exception as error:  # noqa: BLE001 - what a point shows is told, not raised
-            outcome = described(error)
-            self._directory = self._prepared()
-        return Point(code, nth, self._names[nth], outcome) if len(self._names) > nth else None
-
-    def _tried(self, code: str, nth: int, state: dict[str, Any]) -> BaseException | None:
-        """Returns what the act raised while its `nth` system call failed."""
-        arm(self._shim, nth, code)
-        try:
-            self._act(state, self._directory)
-        except BaseException as error:  # noqa: BLE001 - looked at by the caller
-            return unwrapped(error, is_wrapped=self._is_wrapped)
-        finally:
-            self._shim.disarm()
-            self._names = self._shim.names()
-        return None
-
-    def _save_once(self, code: str, nth: int) -> str:
-        directory, old, new = self._directory, self._seed, self._seed + 1
-        before = kept(directory)
-        error = self._tried(code, nth, state_of(new))
-        self._seed = new
-        call = self._names[nth] if len(self._names) > nth else ""
-        if error is not None:
-            check_typed(error, code, call, self._tree)
-        elif call in ("fsync", "pwrite", "write", "renameat", "fallocate") and code in HARD:
-            raise BadPointError(f"{call} failed unnoticed")
-        states = {"old": state_of(old), "new": state_of(new)}
-        there = state_there(directory, states, is_local=self._is_local)
-        outcome = checked_outcome(error, there, self._names[:nth])
-        if error is not None and outcome != "late" and kept(directory) != before:
-            raise BadPointError(f"{sorted(kept(directory))} where {sorted(before)} was: {error!r}")
-        # The next save works and cleans up; what it leaves serves the next point if it can.
-        self._seed += 1
-        assert_next_save_works(state_of(self._seed), directory, is_local=self._is_local)
-        if self._before in (None, of_stock, both_rank_local):
-            shutil.rmtree(directory)
-            self._directory = self._prepared()
-        return outcome
-
-    def _load_once(self, code: str, nth: int) -> str:
-        expected = state_of(self._seed)
-        target: dict[str, Any] = blank_like(expected)
-        error = self._tried(code, nth, target)
-        if error is None:
-            assert_same(expected, target)
-            return "right"
-        check_typed(error, code, self._names[nth], self._tree)
-        check_untouched(error, target, expected)
-        again: dict[str, Any] = blank_like(expected)
-        self._act(again, self._directory)
-        assert_same(expected, again)
-        return "raised"
-
-
-# ---- On two ranks -------------------------------------------------------------------------------
 
 
 def _rank_save(state: dict[str, Any], directory: Path) -> None:
@@ -287,54 +160,81 @@ def _rank_load(target: dict[str, Any], directory: Path) -> None:
     dcp.load(target, storage_reader=DcpxReader(directory))
 
 
-# name -> what is done, and whether DCP wraps its errors
-RANK_SAVES: dict[str, tuple[Callable[..., object], bool]] = {
-    "dcp.save of 2 ranks": (_rank_save, True),
-    "torch_dcpx.save of 2 ranks": (torch_dcpx.save, False),
-    "torch_dcpx.async_save of 2 ranks": (_rank_background, False),
+RANK_SAVES = {
+    "dcp.save of 2 ranks": Kind(_rank_save, _rank_save),
+    "torch_dcpx.save of 2 ranks": Kind(_rank_save, torch_dcpx.save, False),
+    "torch_dcpx.async_save of 2 ranks": Kind(_rank_save, _rank_background, False),
 }
-RANK_LOADS: dict[str, tuple[Callable[..., object], bool]] = {
-    "dcp.load of 2 ranks": (_rank_load, True),
-    "torch_dcpx.load of 2 ranks": (torch_dcpx.load, False),
+SAVES = {**KINDS, **RANK_SAVES}
+# name -> who wrote it, what is done, and whether DCP wraps its errors
+LOADS: dict[str, tuple[Any, Any, bool | None]] = {
+    "dcp.load of ours": (save, _dcp_load, True),
+    "dcp.load of stock's": (of_stock, _dcp_load, True),
+    "dcp.load of rank-local": (both_rank_local, _dcp_load, None),
+    "torch_dcpx.load of ours": (save, _own_load, False),
+    "torch_dcpx.load of stock's": (of_stock, _own_load, False),
+}
+RANK_LOADS: dict[str, tuple[Any, Any, bool | None]] = {
+    "dcp.load of 2 ranks": (_rank_save, _rank_load, True),
+    "torch_dcpx.load of 2 ranks": (_rank_save, torch_dcpx.load, False),
 }
 
 
-def from_all(said: Any) -> list[Any]:
-    """Returns what each rank says."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, said)
-    return found
+def kept(directory: Path) -> dict[str, bytes]:
+    """Returns name -> content of all files but the locks."""
+    files = directory.iterdir() if directory.exists() else ()
+    return {p.name: p.read_bytes() for p in files if p.is_file() and p.suffix != ".lock"}
 
 
-class RankSweep:
-    """One kind of save or load on this rank; both ranks are always at the same point."""
+class Sweep:
+    """One kind of save or load, call by call; ranks are always at the same point."""
 
     def __init__(self, shim: Shim, tree: Path, name: str) -> None:
-        self._shim, self._tree, self._rank = shim, tree, dist.get_rank()
-        self._is_save, self._directory = name in RANK_SAVES, tree / "checkpoint"
-        self._act, self._is_wrapped = (RANK_SAVES | RANK_LOADS)[name]
-        self._seed = 1
+        self._shim, self._tree, self._is_save = shim, tree, name in SAVES
+        self._root = tree / "saves"  # whose own entry, in the tree too, a first save syncs
+        kinds: dict[str, Any] = {**SAVES, **LOADS, **RANK_LOADS}
+        self._before, self._act, self._is_wrapped = kinds[name]
+        self._is_local = self._is_save and SAVES[name].is_local
+        is_alone = not dist.is_initialized()
+        self._rank, self._ranks = (0, 1) if is_alone else (dist.get_rank(), dist.get_world_size())
+        self._seed = self._directories = 0  # the seed: of the state that is there
+
+    def _state(self, seed: int) -> dict[str, Any]:
+        return state_of(seed) if self._ranks == 1 else of_rank(seed, self._rank)
+
+    def _whole(self, seed: int) -> dict[str, Any]:
+        return state_of(seed) if self._ranks == 1 else of_all(seed)
+
+    def _from_all(self, said: Any) -> list[Any]:
+        """Returns what each rank says."""
+        found = [said] * self._ranks
+        if self._ranks > 1:
+            dist.all_gather_object(found, said)
+        return found
 
     def run(self, stride: int, offset: int) -> list[Point]:
-        """Returns every point, on each rank."""
+        """Returns every point; raises nothing."""
+        self._root.mkdir(parents=True, exist_ok=True)
         self._shim.watch(self._tree)
-        _rank_save(of_rank(self._seed, self._rank), self._directory)
+        self._directory = self._prepared()
         names = []
-        for victim in range(2):
-            self._once("EIO", 0, victim)
-            self._once("COUNT", MOST_CALLS, victim)
+        for victim in range(self._ranks):
+            for warm in ("EIO", "EIO", "COUNT"):  # what is imported and kept once
+                self._once(warm, 0 if warm == "EIO" else MOST_CALLS, victim)
             names.append(self._names)
+        self._settle()
         held, points = Held(), list[Point]()
-        for victim in range(2):
+        for victim in range(self._ranks):
             for code, calls in sampled(stride, offset, names[victim]):
                 for nth in calls:
                     point = self._once(code, nth, victim)
                     if point is None:
                         break
+                    self._settle()
                     points.append(point)
                     self._note_leak(held.assert_no_file_or_thread_more, points)
-        # Of a point: three of this test's, and as many of DCP's.
-        gathers = 6 * len(points)
+        # Of a point on ranks: three gathers of this test's, and as many of DCP's.
+        gathers = 6 * len(points) if self._ranks > 1 else 0
         self._note_leak(lambda: held.assert_no_memory_more(gathers), points)
         return points
 
@@ -344,54 +244,97 @@ class RankSweep:
         except AssertionError as error:
             points.append(points[-1]._replace(outcome=described(error)))
 
+    def _settle(self) -> None:
+        """Gives back staging memory, which a future's traceback holds until it is collected."""
+        if self._act is stocks_background:
+            gc.collect()
+            process_pool().close()
+
+    def _prepared(self) -> Path:
+        """Returns a directory that holds what is to be there before."""
+        self._directories += 1
+        directory = self._root / f"{self._directories}"
+        self._seed += 1
+        if self._before is not None:
+            self._before(self._state(self._seed), directory)
+        return directory
+
     def _once(self, code: str, nth: int, victim: int) -> Point | None:
-        """Returns the point, with what either rank found bad; None where there was no such call."""
-        if self._rank == victim:
-            arm(self._shim, nth, code)
-        state = of_rank(self._seed + self._is_save, self._rank)
+        """Returns the point, with what a rank found bad; None where there was no such call."""
+        state, before = self._state(self._seed + self._is_save), kept(self._directory)
         target: dict[str, Any] = state if self._is_save else blank_like(state)
         error: BaseException | None = None
+        if self._rank == victim:
+            arm(self._shim, nth, code)
         try:
             self._act(target, self._directory)
         except BaseException as caught:  # noqa: BLE001 - looked at below
             error = caught
-        self._shim.disarm()
-        self._names = names = from_all(self._shim.names())[victim]
-        has_failed = from_all(error is not None)
+        finally:
+            self._shim.disarm()
+        self._names = names = self._from_all(self._shim.names())[victim]
+        has_raised = self._from_all(error is not None)
         call = names[nth] if len(names) > nth else ""
         try:
-            if len(set(has_failed)) != 1:
-                raise BadPointError(f"raised by rank: {has_failed}: {error!r}")
-            one = error and unwrapped(error, is_wrapped=self._is_wrapped)
-            if one is not None:
-                check_typed(one, code, call, self._tree)
-            check = self._checked_save if self._is_save else self._checked_load
-            outcome = check(one, names[:nth], target, victim)
+            if len(set(has_raised)) != 1:
+                raise BadPointError(f"raised by rank: {has_raised}: {error!r}")
+            if error is not None:
+                error = unwrapped(error, is_wrapped=self._is_wrapped)
+                check_typed(error, code, call, self._tree)
+            if self._is_save:
+                outcome = self._checked_save(error, code, call, before, names[:nth])
+            else:
+                outcome = self._checked_load(error, target, victim)
         except Exception as bad:  # noqa: BLE001 - what a point shows is told, not raised
             outcome = described(bad)
-        if self._is_save:  # the next one works and cleans up
-            self._seed += 2
-            try:
-                _rank_save(of_rank(self._seed, self._rank), self._directory)
-                if self._rank == 0:
-                    assert_whole(of_all(self._seed), self._directory)
-            except Exception as bad:  # noqa: BLE001 - told
-                outcome = described(bad)
-        worst = max(from_all(outcome), key=lambda text: text.startswith("bad"))
+        if self._is_save:
+            outcome = self._with_the_next(outcome)
+        worst = max(self._from_all(outcome), key=lambda text: text.startswith("bad"))
+        if worst.startswith("bad") or (self._is_save and self._before in REPLACED):
+            self._directory = self._prepared()
         return Point(code, nth, f"{call} of rank {victim}", worst) if call else None
 
-    def _checked_load(
-        self, error: BaseException | None, _: list[str], target: dict[str, Any], victim: int
+    def _checked_save(
+        self, error: BaseException | None, code: str, call: str, before: Any, done: list[str]
     ) -> str:
-        state = of_rank(self._seed, self._rank)
-        if error is None:
-            assert_same(state, target)
-        elif self._rank == victim:
-            check_untouched(error, target, state)
-        return "right" if error is None else "raised"
-
-    def _checked_save(self, error: BaseException | None, before: list[str], *_: Any) -> str:
         if self._rank != 0:
             return ""
-        states = {"old": of_all(self._seed), "new": of_all(self._seed + 1)}
-        return checked_outcome(error, state_there(self._directory, states), before)
+        if error is None and self._ranks == 1 and call in WRITING and code in HARD:
+            raise BadPointError(f"{call} failed unnoticed")
+        states = {"old": self._whole(self._seed), "new": self._whole(self._seed + 1)}
+        there = state_there(self._directory, states, is_local=self._is_local)
+        outcome = checked_outcome(error, there, done)
+        now = kept(self._directory)
+        if error is not None and outcome != "late" and self._ranks == 1 and now != before:
+            raise BadPointError(f"{sorted(now)} where {sorted(before)} was: {error!r}")
+        return outcome
+
+    def _with_the_next(self, outcome: str) -> str:
+        """The next save works and cleans up; what it leaves serves the next point if it can."""
+        self._seed += 2
+        try:
+            if self._ranks == 1:
+                state = self._state(self._seed)
+                assert_next_save_works(state, self._directory, is_local=self._is_local)
+            else:
+                _rank_save(self._state(self._seed), self._directory)
+                if self._rank == 0:
+                    assert_whole(of_all(self._seed), self._directory)
+        except Exception as bad:  # noqa: BLE001 - told
+            return outcome if outcome.startswith("bad") else described(bad)
+        return outcome
+
+    def _checked_load(
+        self, error: BaseException | None, target: dict[str, Any], victim: int
+    ) -> str:
+        expected = self._state(self._seed)
+        if error is None:
+            assert_same(expected, target)
+            return "right"
+        if self._rank == victim:
+            check_untouched(error, target, expected)
+        if self._ranks == 1:
+            again: dict[str, Any] = blank_like(expected)
+            self._act(again, self._directory)
+            assert_same(expected, again)
+        return "raised"

@@ -13,9 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from call_sweep import KINDS
-from failed_calls import LOADS, RANK_LOADS, RANK_SAVES, Point, RankSweep, Sweep
+from failed_calls import LOADS, RANK_LOADS, RANK_SAVES, Point, Sweep
 from forks import run_alone
 from support import machine
 from support.call_shim import Shim, compiled
@@ -36,12 +35,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sweeps(library: Path, root: Path, names: list[str], stride: int, seed: int) -> Found:
     """Returns what each of the sweeps found."""
-    kind = RankSweep if dist.is_initialized() else Sweep
     step = 1 if EVERY_POINT else machine.stride(stride)
     found = {}
     for name in names:
         tree = root.resolve() / name.replace(" ", "_")
-        found[name] = kind(Shim(library), tree, name).run(step, seed % step)
+        found[name] = Sweep(Shim(library), tree, name).run(step, seed % step)
     return found
 
 
