@@ -22,7 +22,6 @@ from torch_dcpx import DcpxWriter, PlanError
 from torch_dcpx.storage.names import root_lock_number
 
 RANK = int(os.environ.get("RANK", "0"))
-Names = Callable[[Path], str]
 
 
 def state_of(number: float) -> dict[str, Any]:
@@ -67,79 +66,49 @@ def both(value: Any) -> list[Any]:
     return found
 
 
-def relative(root: Path) -> str:
-    """A relative root where each rank works in a directory of its own, as Hydra makes them."""
-    here = root / f"rank{RANK}"
-    here.mkdir()
-    os.chdir(here)
-    return "outputs/ckpt"
-
-
-DIFFERENT: dict[str, Names] = {
-    "a path a rank": lambda root: f"{root}/p{RANK}",
-    "a working directory a rank": relative,
-}
-
-
 def different_directories_are_refused_and_nothing_is_left(top: Path) -> None:
-    for number, (name, path_of) in enumerate(DIFFERENT.items()):
-        for way in SAVES:
-            root = top / "different" / str(number) / way.__name__
-            root.mkdir(parents=True, exist_ok=True)
-            path = path_of(root)
-            absolute = os.path.abspath(path)
-            both(None)
-            before = both((absolute, listed(root)))
-            with pytest.raises(PlanError) as caught:
-                way(path, 1)
-            said = str(caught.value)
-            assert all(one in said for one, _ in before), f"{name}, {way.__name__}: {said}"
-            assert "rank 0" in said and "rank 1" in said and "node_local=True" in said
-            both(None)
-            left = left_by(way, root, before[RANK][1])
-            assert not left, f"{name}, {way.__name__}: {left}"
-            both(None)
-            os.chdir(top)
-            way(str(root / "common"), 1)  # and the next one works
-
-
-def linked(root: Path) -> str:
-    if RANK:
-        (root / "link").symlink_to(root / "real")
-        return str(root / "link" / "ckpt")
-    return str(root / "real" / "ckpt")
-
-
-def relative_and_absolute(root: Path) -> str:
-    os.chdir(root)
-    return "ckpt" if RANK else f"{root}/../{root.name}/ckpt"
-
-
-SAME: dict[str, Names] = {
-    "a link above it": linked,
-    "relative and absolute": relative_and_absolute,
-}
+    """A relative path where each rank works in a directory of its own, as Hydra makes them."""
+    for way in SAVES:
+        root = top / "different" / way.__name__
+        here = root / f"rank{RANK}"
+        here.mkdir(parents=True)
+        os.chdir(here)
+        both(None)
+        before = both((f"{here}/outputs/ckpt", listed(root)))
+        with pytest.raises(PlanError) as caught:
+            way("outputs/ckpt", 1)
+        said = str(caught.value)
+        assert all(one in said for one, _ in before), f"{way.__name__}: {said}"
+        assert "rank 0" in said and "rank 1" in said and "node_local=True" in said
+        both(None)
+        left = left_by(way, root, before[RANK][1])
+        assert not left, f"{way.__name__}: {left}"
+        both(None)
+        os.chdir(top)
+        way(str(root / "common"), 1)  # and the next one works
 
 
 def one_directory_under_two_names_is_one(top: Path) -> None:
-    for number, (name, path_of) in enumerate(SAME.items()):
-        for way in SAVES:
-            root = top / "same" / str(number) / way.__name__
-            root.mkdir(parents=True, exist_ok=True)
-            (root / "real").mkdir(exist_ok=True)
-            path = path_of(root)
-            both(None)
-            for step in (1, 1, 2):  # again over what is there, by plans that are kept
-                way(path, step)
-                found = state_of(0)
-                if way is manager_save:
-                    dcpx.load({"state": found}, f"{path}/step-{step}")
-                else:
-                    dcpx.load(found, path)
-                assert all(torch.equal(found[k], v) for k, v in state_of(step).items()), name
-            both(None)
-            assert not [one for one in listed(root) if one.endswith(".tmp")], name
-            os.chdir(top)
+    for way in SAVES:
+        root = top / "same" / way.__name__
+        (root / "real").mkdir(parents=True, exist_ok=True)
+        os.chdir(root)
+        path = f"{root}/../{root.name}/real/ckpt"
+        if RANK:
+            (root / "link").symlink_to(root / "real")
+            path = "link/ckpt"
+        both(None)
+        for step in (1, 1, 2):  # again over what is there, by plans that are kept
+            way(path, step)
+            found = state_of(0)
+            if way is manager_save:
+                dcpx.load({"state": found}, f"{path}/step-{step}")
+            else:
+                dcpx.load(found, path)
+            assert all(torch.equal(found[k], v) for k, v in state_of(step).items()), way
+        both(None)
+        assert not [one for one in listed(root) if one.endswith(".tmp")], way
+        os.chdir(top)
 
 
 def dcp_save_refuses_nothing(top: Path) -> None:
