@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from support.saves import READERS, assert_whole, load, save, save_rank_local
 from support.slow_states import CopyingPlanner
 from support.states import assert_same
+from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_dcpx
 from torch_dcpx import DcpxWriter, WriteOptions
@@ -169,3 +170,35 @@ def assert_next_save_works(state: State, directory: Path, *, is_local: bool) -> 
     assert len([name for name in names if name.startswith("__0_")]) == 1, names
     metadata = {name for name in names if name.endswith(".metadata")}
     assert metadata <= {"__0.metadata", "__1.metadata"}, names
+
+
+# ---- Saves that stop in a phase -----------------------------------------------------------------
+
+
+class PhasedPlanner(dcp.DefaultSavePlanner):
+    """Calls `at("planning")` once it is asked for a plan, on each rank."""
+
+    def __init__(self, at: Callable[[str], object]) -> None:
+        super().__init__()
+        self._at = at
+
+    def create_local_plan(self) -> SavePlan:
+        self._at("planning")
+        return super().create_local_plan()
+
+
+class PhasedWriter(DcpxWriter):
+    """Calls `at` with "writing", "failing", and on the coordinator around the commit."""
+
+    def __init__(self, path: Path, at: Callable[[str], object], **options: Any) -> None:
+        def progress(_done: int, _total: int) -> None:
+            at("writing")
+            at("failing")
+
+        super().__init__(path, options=WriteOptions(progress=progress, **options))
+        self._at = at
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        self._at("committing")
+        super().finish(*args, **kwargs)
+        self._at("after the commit")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from call_sweep import of_all, of_rank, state_there
+from call_sweep import PhasedPlanner, PhasedWriter, of_all, of_rank, state_there
 from forks import Rows, assert_none_bad, run_alone, unwrapped
 from support.machine import EVERY_POINT, points, seconds
 from support.rank_fixture import StartRanks
 from support.saves import assert_whole
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_dcpx
 from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions
@@ -96,32 +94,6 @@ class Gate:
         if phase == "failing":
             raise ValueError("failing as it was to")
 
-    def progress(self, _done: int, _total: int) -> None:
-        self.at("writing")
-        self.at("failing")
-
-
-class GatedWriter(DcpxWriter):
-    def __init__(self, path: Path, gate: Gate, limit: int) -> None:
-        super().__init__(path, options=WriteOptions(progress=gate.progress, max_in_flight=limit))
-        self._gate = gate
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        self._gate.at("committing")
-        super().finish(*args, **kwargs)
-
-
-class CallingPlanner(dcp.DefaultSavePlanner):
-    """Calls `work` once it is asked for a plan, on each rank."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__()
-        self._work = work
-
-    def create_local_plan(self) -> SavePlan:
-        self._work()
-        return super().create_local_plan()
-
 
 def end_of(future: Any) -> Any:
     """Returns what a save came to, or its error."""
@@ -179,12 +151,12 @@ class Overlap:
         return self._next() or ("" if found == wanted else f"{found}, not {wanted}: {ended}")
 
     def _first(self, case: Case, gate: Gate, state: dict[str, Any]) -> Any:
-        def in_the_plan() -> None:
+        def in_the_plan(_phase: str) -> None:
             self._second_call(case, gate)
             self._second[0] = self._second_end()  # nobody has the directory yet
 
-        planner = CallingPlanner(in_the_plan) if case.phase == "planning" else None
-        writer = GatedWriter(self._paths[0], gate, case.max_in_flight)
+        planner = PhasedPlanner(in_the_plan) if case.phase == "planning" else None
+        writer = PhasedWriter(self._paths[0], gate.at, max_in_flight=case.max_in_flight)
         save: Any = torch_dcpx.async_save if case.first == "async_save" else dcp.async_save
         group = self._groups[0]
         return save(state, storage_writer=writer, planner=planner, process_group=group)

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from call_sweep import of_all, of_rank, state_there
+from call_sweep import PhasedPlanner, PhasedWriter, of_all, of_rank, state_there
 from forks import Rows, assert_none_bad, unwrapped
 from support.machine import EVERY_POINT, points, seconds
 from support.rank_fixture import StartRanks
 from support.saves import assert_whole
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan
 
 import torch_dcpx
-from torch_dcpx import ConcurrentSaveError, DcpxWriter, WriteOptions
+from torch_dcpx import ConcurrentSaveError, DcpxWriter
 
 RANKS = 2
 GIVE_UP_S = seconds(120)
@@ -36,7 +35,7 @@ PHASES = {
     ("writing", 0): ("a", False),
     ("writing", 1): ("a", False),
     ("failing", 1): ("old", False),
-    ("before the commit", 0): ("a", False),
+    ("committing", 0): ("a", False),
     ("after the commit", 0): ("b", True),  # no lock any more: "b" comes second
 }
 
@@ -99,31 +98,6 @@ class Stop:
         if phase == "failing":
             raise ValueError("failing as it was to")
 
-    def progress(self, _done: int, _total: int) -> None:
-        self.at("writing")
-        self.at("failing")
-
-
-class StoppingPlanner(dcp.DefaultSavePlanner):
-    def __init__(self, stop: Stop) -> None:
-        super().__init__()
-        self._stop = stop
-
-    def create_local_plan(self) -> SavePlan:
-        self._stop.at("planning")
-        return super().create_local_plan()
-
-
-class StoppingWriter(DcpxWriter):
-    def __init__(self, path: Path, stop: Stop) -> None:
-        super().__init__(path, options=WriteOptions(progress=stop.progress))
-        self._stop = stop
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        self._stop.at("before the commit")
-        super().finish(*args, **kwargs)
-        self._stop.at("after the commit")
-
 
 class Job:
     """This rank of its job."""
@@ -157,9 +131,8 @@ class Job:
         """Makes this job's save; returns what it raised."""
         kwargs: dict[str, Any] = {"storage_writer": DcpxWriter(self._path)}
         if self._job == "a":
-            stop = Stop(flags, current, self._rank)
-            kwargs = {"storage_writer": StoppingWriter(self._path, stop),
-                      "planner": StoppingPlanner(stop)}  # fmt: skip
+            at = Stop(flags, current, self._rank).at
+            kwargs = {"storage_writer": PhasedWriter(self._path, at), "planner": PhasedPlanner(at)}
         elif current.phase is not None:
             told(flags / "stopped")
         if current.phase is None:
