@@ -190,30 +190,27 @@ multirank = pytest.mark.multirank
 
 
 @multirank
-@pytest.mark.parametrize("check", ["auto", False])
-def test_a_save_that_returned_is_seen_on_every_node(
-    ranks: StartRanks, two_clients: Clients, check: bool | str
+@pytest.mark.parametrize(
+    ("count", "check", "more"),
+    [
+        (2, load_that_follows_a_save_sees_it_on_every_node, lambda *_: ("auto",)),
+        (2, load_that_follows_a_save_sees_it_on_every_node, lambda *_: (False,)),
+        (4, one_rank_of_each_other_node_of_a_group_looks, lambda *_: ()),
+        (
+            2,
+            save_that_a_node_does_not_see_fails_on_all_and_is_whole,
+            lambda second, _: (second.address, second.pid),
+        ),
+        (2, mount_that_goes_between_two_saves_fails_the_second, lambda _, elsewhere: (elsewhere,)),
+    ],
+)
+def test_nodes_that_have_a_client_each(
+    ranks: StartRanks, two_clients: Clients, tmp_path: Path, count: int, check: Any, more: Any
 ) -> None:
     first, second = two_clients
-    run = ranks(2, anew=True)
-    run(load_that_follows_a_save_sees_it_on_every_node, first.path, second.path, check)
-
-
-@multirank
-def test_one_rank_of_each_other_node_of_a_group_looks(
-    ranks: StartRanks, two_clients: Clients
-) -> None:
-    first, second = two_clients
-    ranks(4, anew=True)(one_rank_of_each_other_node_of_a_group_looks, first.path, second.path)
-
-
-@multirank
-def test_a_save_that_a_node_does_not_see_fails_on_all(
-    ranks: StartRanks, two_clients: Clients
-) -> None:
-    first, second = two_clients
-    given = first.path, second.path, second.address, second.pid
-    ranks(2, anew=True)(save_that_a_node_does_not_see_fails_on_all_and_is_whole, *given)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    ranks(count, anew=True)(check, first.path, second.path, *more(second, elsewhere))
 
 
 @multirank
@@ -223,16 +220,6 @@ def test_nodes_that_do_not_share_a_path_hear_it(ranks: StartRanks, tmp_path: Pat
     other.mkdir()
     run = ranks(2, anew=True)
     run(path_that_is_another_directory_on_each_node_is_told_before_a_byte, one, other)
-
-
-@multirank
-def test_a_mount_that_is_lost_fails_a_managers_save(
-    ranks: StartRanks, two_clients: Clients, tmp_path: Path
-) -> None:
-    first, second = two_clients
-    (tmp_path / "elsewhere").mkdir()
-    given = first.path, second.path, tmp_path / "elsewhere"
-    ranks(2, anew=True)(mount_that_goes_between_two_saves_fails_the_second, *given)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ENOENT])

@@ -152,6 +152,9 @@ def test_repaired_metadata_loads_bit_for_bit_what_was_saved(tmp_path: Path, kind
             assert path.read_bytes() == whole
         assert dcpx.verify(tmp_path).findings == ()
     assert_loads(state, tmp_path)
+    save(state_of(3), tmp_path)  # over it, as over any other
+    assert_loads(state_of(3), tmp_path)
+    assert dcpx.verify(tmp_path).findings == ()
 
 
 @pytest.mark.slow
@@ -165,16 +168,6 @@ def test_shards_of_ranks_are_put_together_again(tmp_path: Path) -> None:
         assert (len(made.files), stored(tmp_path)) == (3, before), damage
         assert_loads(state, tmp_path)
         assert dcpx.verify(tmp_path).ok
-
-
-@pytest.mark.slow
-def test_repaired_checkpoint_is_saved_over_as_any_other(tmp_path: Path) -> None:
-    save(state_of(), tmp_path)
-    (tmp_path / ".metadata").unlink()
-    repaired(tmp_path)
-    save(state_of(3), tmp_path)
-    assert_loads(state_of(3), tmp_path)
-    assert dcpx.verify(tmp_path).findings == ()
 
 
 def test_rank_local_metadata_is_made_anew_for_each_rank(tmp_path: Path) -> None:
