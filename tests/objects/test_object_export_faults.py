@@ -41,6 +41,7 @@ def _prepared(store: Store, kind: str) -> dict[str, bytes]:
     """Returns the objects of an artifact of this kind and a user's; no more fails, none is asked
     for yet.
     """
+    store.reset({})
     store.put("notes.txt", b"a user's own")
     if kind:
         with retries(0):
