@@ -271,7 +271,7 @@ def test_process_ends_whose_last_call_has_no_answer(
 ) -> None:
     for name, value in (("LOAD", "2"), ("SAVE", "2"), ("EXIT", "5")):
         monkeypatch.setenv(f"DCPX_{name}_TIMEOUT_S", value)
-    late = threading.Timer(seconds(15), client.go_on)
+    late = threading.Timer(seconds(120), client.go_on)
     late.start()
     try:
         run_alone(last_call_is_given_up, client.path, client.pid)
