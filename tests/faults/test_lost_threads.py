@@ -65,15 +65,16 @@ def bad_line(path: Path, kind: type[BaseException], at: int) -> str:
 def lines_to_try(count: int, chosen: random.Random) -> list[int]:
     """Returns numbers of lines from the second on: the first is the `try` that guards the others.
 
-    A sample is for one half of the ends, where what tells the caller is set up or done.
+    A sample has the second, and is for one half of the ends, where what tells the caller is set up
+    or done.
     """
     if EVERY_POINT:
         return list(range(2, count + 1))
-    ends = [*range(2, 12), *range(count - EDGE_LINES, count + 1)]
+    ends = [*range(3, 12), *range(count - EDGE_LINES, count + 1)]
     middle = range(12, count - EDGE_LINES)
     tried = points(5)
     half = min(tried // 2, len(middle))
-    return sorted([*chosen.sample(ends, tried - half), *chosen.sample(middle, half)])
+    return [2, *sorted([*chosen.sample(ends, tried - half - 1), *chosen.sample(middle, half)])]
 
 
 def exceptions(path: Path, seed: int) -> Rows:

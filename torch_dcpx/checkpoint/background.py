@@ -82,8 +82,8 @@ class BackgroundSave:
 
     def _make(self) -> None:
         """Runs in the thread. The handle gets every error."""
-        BOUND.set(self._run.exchange.storage)  # of this thread
         try:
+            BOUND.set(self._run.exchange.storage)  # of this thread
             self._finish()
         except BaseException as error:  # noqa: BLE001  (the handle raises it)
             self._fail(error)
