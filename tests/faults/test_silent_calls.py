@@ -258,7 +258,7 @@ def test_call_on_a_silent_file_system_is_interrupted_or_goes_on_with_the_answers
 
 def last_call_is_given_up(path: Path, daemon: int) -> None:
     dcpx.save(state(), path / "ckpt", no_dist=True)
-    os.kill(daemon, signal.SIGSTOP)  # requests that are held take no signal
+    MountedClient(path, "", daemon).stop()  # requests that are held take no signal
     for call in (dcpx.save, dcpx.load):
         with pytest.raises(StorageError, match=f"'{path}/ckpt.*no answer for"):
             call(state(), path / "ckpt", no_dist=True)

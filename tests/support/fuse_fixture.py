@@ -141,9 +141,17 @@ class MountedClient:
         return held
 
     def stop(self) -> None:
-        """Stops the client as it is: whoever asks it waits. Only for the process of the fixture."""
+        """Stops the client as it is: whoever asks it waits. It takes no request any more: who waits
+        for one that it has taken cannot be killed.
+        """
         os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+        give_up_at = time.monotonic() + seconds(60)
+        while any(
+            task.read_text().rpartition(")")[2].split()[0] != "T"
+            for task in Path(f"/proc/{self.pid}/task").glob("*/stat")
+        ):
+            assert time.monotonic() < give_up_at, "the client does not stop"
+            time.sleep(0.002)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
