@@ -93,6 +93,18 @@ def test_all_are_all_where_loads_have_the_id_of_one_checkpoint(
     assert [event["name"] for event in merged(out)].count("load") == 2
 
 
+def test_seconds_of_a_phase_are_the_sum_over_the_operations_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        for number in range(3):
+            note(tmp_path, monkeypatch, rank, operation_id=str(number), began=10 * number)
+    result = dcpx("trace", tmp_path, "--all", "--out", tmp_path / "merged")
+    _, _, plan, write = (line.split() for line in result.stdout.splitlines()[:4])
+    assert plan[:5] == ["plan", "2", "3.000", "3.000", "3.000"]
+    assert write == ["write", "2", "3.000", "4.500", "6.000", "rank", "1"]
+
+
 def test_events_of_operations_that_are_not_merged_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

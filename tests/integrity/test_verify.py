@@ -16,6 +16,7 @@ from support.foreign import Piece, write_foreign
 from support.rank_saves import save_ranks, sharded
 from support.saves import change, data_files, flipped, read_footer, save, save_rank_local
 from support.zip_samples import saved
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
 from torch_dcpx import NotCommittedError, OptionError, WriteOptions
@@ -114,6 +115,18 @@ def test_bad_blocks_are_those_that_zlib_finds(
     assert found == bad
 
 
+def test_bad_blocks_of_two_files_are_findings_of_each_file(tmp_path: Path) -> None:
+    state = {name: torch.zeros(300_000, dtype=torch.uint8) for name in "ab"}
+    save(state, tmp_path, options=WriteOptions(files_per_rank=2))
+    first, second = (tmp_path / name for name in data_files(tmp_path))
+    change(first, BLOCK_BYTES + 5, b"\x55")
+    change(second, 2 * BLOCK_BYTES + 5, b"\x55")  # where a run of the first would go on
+    found = [(each.file, each.offset, each.nbytes) for each in dcpx.verify(tmp_path).faults]
+    assert found == [
+        (first.name, BLOCK_BYTES, BLOCK_BYTES), (second.name, 2 * BLOCK_BYTES, BLOCK_BYTES),
+    ]  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_leaks")
 def test_all_findings_of_all_files_are_in_one_report(tmp_path: Path) -> None:
     save_ranks(sharded(state_of(), 3), tmp_path)
@@ -166,13 +179,16 @@ def test_both_damaged_parts_of_metadata_are_named(ckpt: Path) -> None:
     ]
 
 
-def rewritten(ckpt: Path, edit: Any) -> None:
-    """Writes the metadata anew, as `edit` has changed its Metadata; every checksum is right."""
+def rewritten(ckpt: Path, edit: Any, **entry: Any) -> None:
+    """Writes the metadata anew, as `edit` has changed its Metadata, and `entry` the FileEntry of
+    each file; every checksum is right.
+    """
     path = ckpt / ".metadata"
     found = decode_metadata(path.read_bytes(), str(path))
     assert found.files is not None
     edit(found.metadata)
-    path.write_bytes(encode_metadata(found.metadata, list(found.files.values()), found.save_id))
+    files = [each._replace(**entry) for each in found.files.values()]
+    path.write_bytes(encode_metadata(found.metadata, files, found.save_id))
 
 
 def test_pickle_and_columns_that_disagree_are_named(ckpt: Path) -> None:
@@ -206,6 +222,16 @@ def test_items_that_the_file_lacks_or_that_overlap_are_named(ckpt: Path) -> None
     assert sorted(kinds(report)) == [("item", "__0_0.distcp"), ("overlap", "__0_0.distcp")]
     (overlap,) = (finding for finding in report.faults if finding.kind == "overlap")
     assert set(overlap.fqns) == {"m", "text"}
+
+
+@pytest.mark.parametrize("entry", [{"footer_crc": 7}, {"file_id": bytes(16)}])
+def test_footer_that_the_file_table_does_not_vouch_for_is_a_finding(
+    ckpt: Path, entry: dict[str, Any]
+) -> None:
+    rewritten(ckpt, lambda _: None, **entry)
+    with pytest.raises(CheckpointException, match="belongs to another save"):
+        dcp.load(state_of(), storage_reader=dcpx.DcpxReader(ckpt), no_dist=True)
+    assert kinds(dcpx.verify(ckpt)) == [("generation", "__0_0.distcp")]
 
 
 def test_holes_and_items_stored_nowhere_are_named(ckpt: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from pathlib import Path
@@ -148,11 +149,16 @@ STORED = {"a": (4, 2), "b": (4, 2), "step": None}
         (Split("a", ["x"], dim=7), "'a' has 2 dimensions, none is number 7"),
         (Split("step", ["x", "y"]), "'step' is an object, which nobody can split"),
         (lambda _: 5, "makes 5 of 'a'"),
+        (Merge(["a", "wide"], "x"), r"'x' cannot be merged .* 0: .*\(4, 2\), \(4, 3\)"),
+        (Merge(["wide", "a"], "x", 1), None),
+        (Merge(["a", "tall"], "x", 1), "'x' cannot be merged along dimension 1"),
+        (Merge(["a", "flat"], "x"), "'x' cannot be merged along dimension 0"),
     ],
 )
-def test_rules_that_do_not_fit_are_refused_by_name(rule: Any, text: str) -> None:
-    with pytest.raises(PlanError, match=text):
-        KeyMap(rule).resolve(STORED)
+def test_rules_that_do_not_fit_are_refused_by_name(rule: Any, text: str | None) -> None:
+    stored = {**STORED, "wide": (4, 3), "tall": (5, 2), "flat": (4,)}
+    with pytest.raises(PlanError, match=text) if text else contextlib.nullcontext():
+        KeyMap(rule).resolve(stored)
 
 
 def test_what_is_no_rule_is_an_option_error() -> None:

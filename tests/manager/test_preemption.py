@@ -364,6 +364,19 @@ def test_ranks_whose_clocks_differ_decide_alike_with_few_exchanges(ranks: Ranks,
     assert_no_key_is_left(ranks)
 
 
+def test_steps_that_are_counted_anew_are_asked_for_at_once(ranks: Ranks) -> None:
+    def train(rank: int) -> int:
+        catalog = OneRank(ranks, rank)
+        cadence = Cadence(catalog, None, 1e6)  # type: ignore[arg-type]
+        for step in range(1, 200):
+            cadence.should_save(step, ())
+        before = catalog.exchanges
+        cadence.should_save(1, ())
+        return catalog.exchanges - before
+
+    assert ranks.run(train) == [1] * ranks.world_size
+
+
 def test_steps_alone_exchange_once(ranks: Ranks) -> None:
     def train(rank: int) -> tuple[list[int], int]:
         catalog = OneRank(ranks, rank)

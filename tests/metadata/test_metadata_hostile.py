@@ -75,6 +75,11 @@ def head(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], No
     return lambda header, _: header.__setitem__(name, value)
 
 
+def one_beyond(name: str, at: int = 0) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """Names the string behind the last."""
+    return lambda _, columns: columns[name].__setitem__(at, len(columns["string_ends"]))
+
+
 def second_name_of_the_first(_: dict[str, Any], columns: dict[str, Any]) -> None:
     """Gives the second item the name and offset of the first, by another string."""
     columns["strings"] += b"model.weight"
@@ -87,7 +92,8 @@ STRING_COLUMNS = ("entry_fqn", "tensor_dtype", "tensor_layout", "storage_fqn", "
                   "planner_fqn", "planner_value", "file_path")  # fmt: skip
 META: dict[str, Any] = {"checkpoint_id": "", "save_id": "", "modules": []}
 HOSTILE: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
-    **{f"{name}: {value}": put(name, 0, value) for name in STRING_COLUMNS for value in (-1, 10**9)},
+    **{f"{name}: -1": put(name, 0, -1) for name in STRING_COLUMNS},
+    **{f"{name}: one beyond": one_beyond(name) for name in STRING_COLUMNS},
     "dtype unknown": put("tensor_dtype", 0, 0),
     "layout is a dtype": lambda _, c: c["tensor_layout"].__setitem__(0, c["tensor_dtype"][0]),
     "kind unknown": put("entry_kind", 0, 2),
@@ -128,7 +134,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "column longer": lambda _, c: c["storage_path"].append(0),
     "ndim column longer": lambda _, c: c["storage_ndim"].append(0),
     "string again": second_name_of_the_first,
-    "path beyond the strings": put("planner_value", -1, 10**6),
+    "path beyond the strings": one_beyond("planner_value", -1),
     "column missing": lambda _, c: c.pop("storage_hint"),
     "column of bytes": lambda _, c: c.__setitem__("storage_hint", bytearray(32)),
     "column of numbers": lambda _, c: c.__setitem__("entry_kind", [0, 0, 1]),

@@ -139,12 +139,12 @@ def test_objects_are_equal_only_with_equal_keys_orders_and_classes(
     a = {
         "key": [{1: "x"}], "order": [OrderedDict(a=1, b=2)], "plain": [{"a": 1, "b": 2}],
         "bool": [1], "float": [1], "set": [{1, 2}], "more": [1, 2], "tuple": [(1,)], "s": ["é"],
-        "nan": [math.nan],
+        "nan": [math.nan], "zero": [0.0],
     }  # fmt: skip
     b = {
         "key": [{True: "x"}], "order": [OrderedDict(b=2, a=1)], "plain": [{"b": 2, "a": 1}],
         "bool": [True], "float": [1.0], "set": [{2, True}], "more": [1], "tuple": [[1]],
-        "s": ["é"], "nan": [math.nan],
+        "s": ["é"], "nan": [math.nan], "zero": [-0.0],
     }  # fmt: skip
     report = dcpx.diff(*sides(tmp_path, {"x": (a,)}, {"x": (b,)}, writer))
     (one,) = report.differences
@@ -184,6 +184,15 @@ def test_numpy_values_are_equal_by_value_and_within_tolerances(
 def test_bytes_and_bytearray_look_unlike(tmp_path: Path) -> None:
     (one,) = dcpx.diff(*sides(tmp_path, {"x": b"ab"}, {"x": bytearray(b"ab")})).differences
     assert (one.a, one.b) == ("b'ab'", "bytearray(b'ab')")
+
+
+def test_equal_bytes_in_another_memory_order_are_other_values(tmp_path: Path) -> None:
+    rows = torch.arange(6.0).view(2, 3)
+    columns = torch.arange(6.0).view(3, 2).t()
+    for a, b, is_equal in ((rows, columns, False), (rows, rows.t().contiguous().t(), True)):
+        paths = sides(tmp_path / str(is_equal), {"w": a}, {"w": b})
+        assert dcpx.diff(*paths).is_equal == is_equal
+        assert dcpx.diff(*paths, quick=True).is_equal == is_equal
 
 
 def test_what_has_no_checksums_is_said(tmp_path: Path) -> None:
