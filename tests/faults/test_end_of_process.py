@@ -38,7 +38,9 @@ def on_signal(number, frame):
 
 if ending == "chained":
     signal.signal(signal.SIGTERM, on_signal)
-if ending in ("signal", "chained"):
+if ending == "ignored":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if ending in ("signal", "chained", "ignored"):
     drain_on_sigterm()
 if ending == "put_back":
     drain_on_sigterm()()
@@ -49,6 +51,8 @@ if ending == "sys.exit":
     sys.exit(3)
 if ending == "unhandled":
     raise KeyError("unhandled")
+if ending == "ignored":
+    os.kill(os.getpid(), signal.SIGTERM)
 if ending in ("signal", "chained", "put_back"):
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(600)
@@ -93,8 +97,9 @@ def value_in(path: Path) -> float:
     return float(value)
 
 
-CODES = {"normal": 0, "chained": 5, "sys.exit": 3, "unhandled": 1, "signal": -signal.SIGTERM}
-FAST = ("normal", "chained")
+CODES = {"normal": 0, "chained": 5, "sys.exit": 3, "unhandled": 1, "signal": -signal.SIGTERM,
+         "ignored": 0}  # fmt: skip
+FAST = ("normal", "chained", "ignored")
 
 
 @pytest.mark.parametrize(

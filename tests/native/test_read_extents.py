@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_range_that_many_regions_want_is_read_once(tmp_path: Path, verify: bool,
     for target in whole:
         assert_same(tensor, target)
     assert_same(tensor, torch.cat(halves))
+
+
+def test_file_that_is_replaced_before_it_is_opened_again_is_corruption(
+    tmp_path: Path, seed: int
+) -> None:
+    saved = write(tmp_path, [flat(1000, seed)])
+    reader = read_job(tmp_path, max_open_files=0)
+    place, target = locate(reader, saved)[0], torch.zeros(1000, dtype=torch.uint8)
+    reader.read([run_row(place, target)])  # it was opened again
+    path = tmp_path / saved.files[0][0]
+    shutil.copy(path, tmp_path / "other")
+    (tmp_path / "other").rename(path)  # of one size and one content
+    with pytest.raises(CorruptionError, match="was replaced while it was read") as caught:
+        reader.read([run_row(place, target)])
+    assert caught.value.path == str(path)
 
 
 def test_one_tensor_of_many_items_is_read_with_their_frames_in_one_go(

@@ -90,6 +90,30 @@ def test_values_that_differ_are_reported(
     assert "seed" in {item.index.fqn for item in plans[0].items}
 
 
+F4 = r"torch.float32 of shape \[4\] on rank 0"
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (torch.ones(5), rf"{F4} and torch.float32 of shape \[5\] on rank 2"),
+        (torch.ones(4, 1), rf"{F4} and torch.float32 of shape \[4, 1\] on rank 2"),
+        (torch.ones(4).double(), rf"{F4} and torch.float64 of shape \[4\] on rank 2"),
+        (1, f"{F4} and a Python value on rank 2"),
+    ],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_name_that_is_not_one_tensor_on_all_ranks_is_refused(
+    other: Any, text: str, split: bool
+) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": torch.ones(4) if rank < 2 else other, "same": torch.ones(3)}
+
+    with pytest.raises(PlanError, match=f"'w' is {text}") as caught:
+        plan_all([DcpxSavePlanner(split_replicas=split) for _ in range(4)], state)
+    assert caught.value.fqn == "w"
+
+
 def test_conflict_is_logged_once_a_planner(caplog: pytest.LogCaptureFixture) -> None:
     planners = [DcpxSavePlanner() for _ in range(2)]
     with caplog.at_level(logging.WARNING, "torch_dcpx"):

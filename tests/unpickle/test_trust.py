@@ -84,7 +84,7 @@ def same(a, b) -> bool:
         return (a.getvalue(), a.tell(), vars(a)) == (b.getvalue(), b.tell(), vars(b))
     if isinstance(a, float):
         return repr(a) == repr(b)
-    return a == b
+    return a == b and getattr(a, "fold", 0) == getattr(b, "fold", 0)
 
 
 def attributed(obj, **attributes):
