@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from torch_dcpx import (
     StorageError,
     UnsafePickleError,
 )
+from torch_dcpx.reader.locate import Found
 
 BLOCK_BYTES = 64 << 10
 
@@ -104,6 +106,19 @@ def test_flipped_byte_of_a_data_file_is_a_corruption_error_that_says_where(ckpt:
         else:
             assert error.touched == (), region  # known before any tensor was touched
     assert_same(state_of(), load(state_of(), ckpt))
+
+
+def test_items_of_a_damaged_range_are_those_with_bytes_in_it() -> None:
+    places = [(0, 100, 50, 0), (0, 150, 50, 0), (0, 300, 9, 0), (0, 150, 50, 0)]
+    plan: Any = [SimpleNamespace(storage_index=SimpleNamespace(fqn=name)) for name in "abde"]
+    job: Any = None
+    found = Found(job, "d", plan, [], [0, 0, 0, 1], ["f", "g"], [False] * 2, [], places)
+    for begin, end, names in (
+        (50, 100, ""), (50, 101, "a"), (149, 150, "a"), (149, 151, "ab"), (150, 200, "b"),
+        (200, 300, ""), (199, 301, "bd"), (308, 400, "d"), (309, 400, ""),
+    ):  # fmt: skip
+        assert found.names_in("f", begin, end) == list(names), (begin, end)
+    assert found.names_in("g", 0, 1000) == ["e"]
 
 
 def test_flipped_byte_in_padding_changes_nothing(ckpt: Path) -> None:
