@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from support.machine import points
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -64,12 +64,28 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return ndim, boxes(), boxes()
 
 
+def grid(edge: int) -> list[Box]:
+    """Cubes that fill one of 24 x 24 x 24."""
+    return [(at, (edge,) * 3) for at in itertools.product(range(0, 24, edge), repeat=3)]
+
+
+def crowd(seed: int) -> list[Box]:
+    """400 boxes that lie in any way, many from one place on."""
+    rng = random.Random(seed)
+    return [
+        (tuple(rng.randrange(6) for _ in range(3)), tuple(rng.randrange(1, 6) for _ in range(3)))
+        for _ in range(400)
+    ]
+
+
 def chunks(boxes: list[Box]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(at), torch.Size(n)) for at, n in boxes]
 
 
 @settings(max_examples=points(100), deadline=None)
 @given(tensors())
+@example((3, grid(8), grid(4)))  # found by the cells of the mesh
+@example((3, crowd(1), crowd(2)))  # found in a sweep
 def test_items_are_stocks_in_stocks_order(drawn: Tensor) -> None:
     ndim, wanted, stored = drawn
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([99] * ndim), chunks(stored))
