@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from object_outcomes import Store, bucket_of
+from support.machine import seconds
 from support.object_fixture import s3_alone
 from support.slow_link import SlowLink
 
@@ -15,6 +17,7 @@ import torch_dcpx as dcpx
 from torch_dcpx import ReadOptions, WriteOptions
 from torch_dcpx._answers import StorageTimeout, wait_at_most
 from torch_dcpx.storage import object_store
+from torch_dcpx.storage.object_stream import Stream
 
 pytestmark = s3_alone
 
@@ -94,3 +97,20 @@ def test_save_whose_parts_take_longer_than_obstore_gives_a_request_ends(
     state = {"w": torch.arange(2_000_000)}  # 16 MB, in two parts at a time: 40 s
     dcpx.save(state, store.url)
     assert 16 * MB < slow.sent < 17 * MB
+
+
+def test_upload_that_fails_leaves_its_share_of_the_link_to_others(store: Store) -> None:
+    bucket, key = bucket_of(f"{store.url}/x")
+
+    def pieces(count: int) -> Iterator[bytes]:
+        yield from [bytes(1 << 20)] * count
+        raise RuntimeError("no more")
+
+    for count in (0, 1, 7):
+        with pytest.raises(RuntimeError, match="no more"):
+            Stream(bucket, key, 5 << 20, at_once=2).run(pieces(count))
+    give_up_at = time.monotonic() + seconds(60)
+    while bucket.link.sending._taken_bytes:  # until obstore has let go of its pieces
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert store.objects() == {}

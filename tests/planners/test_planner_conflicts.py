@@ -90,6 +90,23 @@ def test_values_that_differ_are_reported(
     assert "seed" in {item.index.fqn for item in plans[0].items}
 
 
+@dataclasses.dataclass
+class Timed:
+    """Stores what all ranks have alike."""
+
+    values: list[int]
+    took_s: float
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+
+def test_what_an_object_does_not_store_is_no_conflict() -> None:
+    planners = [DcpxSavePlanner(on_conflict="error") for _ in range(2)]
+    plans, _, _ = plan_all(planners, lambda rank: {"timed": Timed([1, 2], float(rank))})
+    assert [item.index.fqn for plan in plans for item in plan.items] == ["timed"]
+
+
 F4 = r"torch.float32 of shape \[4\] on rank 0"
 
 

@@ -112,6 +112,7 @@ def test_small_requests_prove_nothing_of_one_that_is_stuck(
 ) -> None:
     """Whether a look falls between question and answer, or not."""
     counts = [(500, 900), (1000, 1800), (1500, 1800), (1500, 2700), (2000, 2700), (2500, 3600)]
+    counts += [(3000, 4500), (3500, 5400)]
     seen = _seen(monkeypatch, [{"a": count} for count in counts])
     assert not any(moves or lists for moves, lists in seen)
 

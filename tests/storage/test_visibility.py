@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,10 @@ import torch_dcpx
 from torch_dcpx import CorruptionError, NotCommittedError, ShortReadError, StorageError, _mounts
 from torch_dcpx.errors import DcpxError, UnsafePickleError
 from torch_dcpx.storage import visibility
+from torch_dcpx.storage.directory import Directory
+from torch_dcpx.storage.names import TOMBSTONE_NAME
 from torch_dcpx.storage.visibility import (
+    hidden,
     is_of_another_save,
     look_until_seen,
     note_saved,
@@ -183,6 +187,19 @@ def test_a_checkpoint_that_was_put_back_on_a_disk_of_this_node_is_loaded(tmp_pat
     state = {"v": 0}
     torch_dcpx.load(state, tmp_path / "run")
     assert state == {"v": 1}
+
+
+def test_removal_is_known_to_have_left_what_is_not_younger_than_its_note(shared: Path) -> None:
+    shared.mkdir()
+    ages = {"__0_0.distcp": 30, "__0_1.distcp": 20, TOMBSTONE_NAME: 10}
+    for name, age_s in ages.items():
+        (shared / name).touch()
+        os.utime(shared / name, (0, 1000 - age_s))
+    with Directory(shared) as directory:
+        assert not hidden(directory, list(ages))
+        os.utime(shared / "__0_1.distcp", (0, 1000))  # a save that came behind the removal
+        assert "data files behind its removal" in hidden(directory, list(ages))
+        assert not hidden(directory, [TOMBSTONE_NAME])
 
 
 def test_notes_of_saves_are_bounded(tmp_path: Path) -> None:
