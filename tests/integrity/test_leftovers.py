@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 from pathlib import Path
@@ -89,6 +90,22 @@ def test_gc_waits_for_no_save_and_removes_nothing_of_it(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_SH)  # as a rank-local save
         (found,) = gc(tmp_path, "--delete", code=2)
     assert found["state"] == "unknown" and "another save is writing" in found["problem"]
+    assert all((tmp_path / name).exists() for name in LEFT)
+
+
+def test_gc_leaves_files_where_no_lock_keeps_a_save_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, tmp_path)
+    litter(tmp_path)
+
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(errno.EOPNOTSUPP, "no locks")
+
+    monkeypatch.setattr(save_lock.fcntl, "flock", refuse)
+    (found,) = gc(tmp_path, "--delete", code=2)
+    assert "there are no locks" in found["problem"]
     assert all((tmp_path / name).exists() for name in LEFT)
 
 

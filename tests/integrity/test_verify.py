@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torch_dcpx as dcpx
 from torch_dcpx import NotCommittedError, OptionError, WriteOptions
+from torch_dcpx.integrity import compare
 from torch_dcpx.metadata.file import decode_metadata, encode_metadata
 from torch_dcpx.metadata.parts import TAIL
 
@@ -125,6 +126,23 @@ def test_bad_blocks_of_two_files_are_findings_of_each_file(tmp_path: Path) -> No
     assert found == [
         (first.name, BLOCK_BYTES, BLOCK_BYTES), (second.name, 2 * BLOCK_BYTES, BLOCK_BYTES),
     ]  # fmt: skip
+
+
+def test_file_that_is_replaced_before_its_bytes_are_checked_is_named(
+    ckpt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = compare.add_file
+
+    def then_replace(job: Any, name: str) -> Any:
+        facts = real(job, name)
+        shutil.copy(ckpt / name, ckpt.parent / "copy")
+        (ckpt.parent / "copy").rename(ckpt / name)  # of one size and one content
+        return facts
+
+    monkeypatch.setattr(compare, "add_file", then_replace)
+    report = dcpx.verify(ckpt)
+    assert kinds(report) == [("unreadable", "__0_0.distcp")]
+    assert "the file was replaced while it was checked" in report.faults[0].message
 
 
 @pytest.mark.usefixtures("no_leaks")

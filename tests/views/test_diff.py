@@ -108,7 +108,7 @@ def test_nan_and_zeros_of_other_bits_differ_in_bits_alone(tmp_path: Path) -> Non
 
 def test_tolerances_are_those_of_isclose_and_hold_for_floats_in_objects(tmp_path: Path) -> None:
     a = {"w": torch.tensor([100.0, 100.0, 0.0]), "lr": 0.1, "step": 3}
-    b = {"w": torch.tensor([110.0, 112.0, 0.0]), "lr": 0.1001, "step": 4}
+    b = {"w": torch.tensor([111.0, 112.0, 0.0]), "lr": 0.1001, "step": 4}
     paths = sides(tmp_path, a, b)
     report = dcpx.diff(*paths, rtol=0.1)
     assert changes(report) == {"w": "values", "step": "values"}

@@ -95,12 +95,11 @@ def _remove_locked(directory: PosixPlace) -> Leftovers:
         if not elsewhere:  # else taking the lock would add this machine to them
             locks.take(directory, RunningSave(directory))
         if elsewhere or locks.leftovers_of() == "nobody":
-            who = f"a save of another machine ({elsewhere[0]}) did not end, or is under way"
-            raise UnsupportedError(
-                f"remove leftovers in '{directory.path}': "
-                f"{who if elsewhere else 'there are no locks'}; run `dcpx gc` on that machine, or "
-                "remove the files by hand"
-            )
+            why = "there are no locks; remove the files by hand while nobody saves there"
+            if elsewhere:
+                why = f"a save of another machine ({elsewhere[0]}) did not end, or is under way; "
+                why += "run `dcpx gc` on that machine, or remove the files by hand"
+            raise UnsupportedError(f"remove leftovers in '{directory.path}': {why}")
         found = _found(directory)
         if commits_among(names) and not found.is_committed:
             text = f"remove leftovers in '{directory.path}': its metadata has gone meanwhile"
