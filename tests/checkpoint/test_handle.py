@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from torch_dcpx import (
     save,
 )
 from torch_dcpx import wait as wait_for_all
+from torch_dcpx.checkpoint.handle import WatchedFuture
 
 __all__ = ["no_save_is_left"]
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -230,6 +232,17 @@ def test_repr_says_how_far_the_save_is(tmp_path: Path) -> None:
     handle.result(seconds(60))
     assert repr(handle).startswith(f"<SaveHandle of '{tmp_path / 'a'}': saved, 2.")
     assert " by 1 rank in " in repr(handle)
+
+
+def test_wait_that_timed_out_has_read_no_error() -> None:
+    future: WatchedFuture[None] = WatchedFuture("place")
+    for wait in (future.exception, future.result):
+        with pytest.raises(concurrent.futures.TimeoutError):
+            wait(0.001)
+    future.set_exception(StorageError("no room"))
+    assert future.has_uncollected_error
+    assert isinstance(future.exception(0), StorageError)
+    assert not future.has_uncollected_error
 
 
 def test_repr_of_a_failed_save_names_the_error_and_leaves_it_uncollected(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch_dcpx import (
 from torch_dcpx._mounts import Mount
 from torch_dcpx.checkpoint import save_run, sight
 from torch_dcpx.checkpoint.same_directory import Spread
-from torch_dcpx.checkpoint.sight import Sight
+from torch_dcpx.checkpoint.sight import Sight, look_for
 from torch_dcpx.writer.commit import check_present
 
 
@@ -246,6 +246,25 @@ def test_a_coordinator_that_does_not_see_its_own_commit_says_that_it_is_one(tmp_
     text = r"save abc to .* is committed and durable, but rank 0 \(node0\) does not see it"
     with pytest.raises(StorageError, match=text):
         save.seen("abc", {})
+
+
+@pytest.mark.parametrize("late", ["gone", "short", ".metadata"])
+def test_node_looks_for_data_files_and_metadata_of_a_save(tmp_path: Path, late: str) -> None:
+    dcpx.save({"w": torch.ones(9)}, tmp_path, no_dist=True)
+    (data,) = tmp_path.glob("*.distcp")
+    options = WriteOptions(check_visible=True, visible_s=0.1)
+    save = Sight(tmp_path, Spread(("node0", "node1"), (1,)), options)
+    seen = save.seen("some-save", {data.name: data.stat().st_size})
+    assert seen is not None
+    exchange: Any = SimpleNamespace(rank=1, host="node1")
+    look_for(seen, tmp_path, "some-save", exchange, options)
+    if late == "gone":
+        data.unlink()
+    else:
+        path = data if late == "short" else tmp_path / ".metadata"
+        os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(StorageError, match=r"committed and durable, but rank 1 \(node1\) does not"):
+        look_for(seen, tmp_path, "some-save", exchange, options)
 
 
 def test_a_manager_refuses_disks_of_each_node_by_name(tmp_path: Path) -> None:

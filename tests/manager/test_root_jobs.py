@@ -344,6 +344,17 @@ def test_root_that_was_removed_is_taken_again(tmp_path: Path) -> None:
     assert locks(root) == [root_lock_name(1)]
 
 
+def test_root_that_was_copied_by_hard_links_is_free(tmp_path: Path) -> None:
+    manager = manager_of(tmp_path / "root")
+    save(manager, 1)
+    shutil.copytree(tmp_path / "root", tmp_path / "copy", copy_function=os.link)
+    with manager_of(tmp_path / "copy") as other:
+        save(other, 2)
+        assert other.tags() == ["step-1", "step-2"]
+    save(manager, 3)
+    assert manager.tags() == ["step-1", "step-3"]
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_renamed_root_is_given_back(tmp_path: Path, goes_on: bool) -> None:
     root, away = tmp_path / "run", tmp_path / "run.old"

@@ -162,6 +162,14 @@ def test_threads_never_get_the_same_arena_at_once() -> None:
     assert pool.count <= 8  # one that it fills, one that it has
 
 
+def test_arena_that_somebody_fills_is_not_given_to_another() -> None:
+    pool = ArenaPool()
+    with pool.lease(MIB) as one, pool.lease(MIB) as other:  # nothing lies over them yet
+        assert one is not other
+    with pool.lease(MIB) as again:
+        assert again in (one, other) and pool.count == 2
+
+
 def test_shared_arena_serves_both_kinds_and_a_private_one_is_replaced() -> None:
     pool = ArenaPool()
     stage(pool, MIB)

@@ -258,6 +258,17 @@ def test_record_says_whose_save_did_not_end(directory: Directory) -> None:
     third.release()
 
 
+def test_record_is_all_that_its_file_holds(directory: Directory) -> None:
+    path = directory.path / NAME
+    held = save_lock(directory)
+    own = path.read_bytes()
+    held.release()
+    path.write_bytes(own.rstrip() + b" name=" + b"z" * 1000 + b"\n")  # of a longer name
+    held = save_lock(directory)
+    assert path.read_bytes() == own
+    held.release()
+
+
 def test_save_that_fails_does_not_wipe_out_another_machines_line(directory: Directory) -> None:
     path = directory.path / NAME
     path.write_text("host=elsewhere pid=1 boot=b7f1\n")
