@@ -127,6 +127,17 @@ def test_state_that_exceeds_the_budget_is_copied_in_waves(
     assert caplog.text.count("in waves") == 1
 
 
+def test_copies_have_the_signs_that_bits_of_a_view_give(tmp_path: Path) -> None:
+    numbers = torch.tensor([1 + 2j, -3j])
+    state = {"conj": numbers.conj(), "neg": numbers.conj().imag, "both": numbers.conj().imag.neg()}
+    assert state["neg"].is_neg() and state["conj"].is_conj()
+    async_save(dict(state), tmp_path, no_dist=True).result(seconds(60))
+    target = {"conj": torch.zeros(2, dtype=torch.complex64), "neg": torch.ones(2)}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert target["conj"].tolist() == [1 - 2j, 3j]
+    assert target["neg"].tolist() == [-2.0, 3.0]
+
+
 def test_bytes_that_a_planner_keeps_are_copied(tmp_path: Path) -> None:
     kept = io.BytesIO()
     torch.save({"epoch": 3}, kept)

@@ -199,6 +199,24 @@ def rows_of(root: Path, group: str, seed: int) -> Rows:
     return cases.rows
 
 
+def without_openat2(root: Path) -> Rows:
+    SAVES["save"](OLD, root, OPTIONS)
+    rows = []
+    for number in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+
+        def body(number: int = number) -> bool:
+            refuse([Refused("openat2")], number)
+            return is_same(OLD, loaded("load", OLD, root))
+
+        ended = in_child(body)
+        rows.append((errno.errorcode[number], ended.unless(ended.said.get("value") is True)))
+    return rows
+
+
+def test_load_works_where_a_container_refuses_openat2(tmp_path: Path) -> None:
+    assert_none_bad(run_alone(without_openat2, tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

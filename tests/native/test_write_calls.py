@@ -12,7 +12,7 @@ import torch
 from support.engine_jobs import SLOT_BYTES, item_type, open_directory, scratch, write, write_row
 
 from torch_dcpx import _C
-from torch_dcpx.errors import PlanError
+from torch_dcpx.errors import PlanError, StorageError
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
@@ -141,6 +141,21 @@ def test_files_through_the_page_cache_are_written_back_before_the_fsync(
     with scratch() as directory:
         write(directory, [tensor], use_direct=False, is_durable=False)
     assert _C.call_counts()["sync_file_range"] == before["sync_file_range"]
+
+
+def test_file_that_another_has_made_longer_is_refused(tmp_path: Path, no_leaks: None) -> None:
+    with open_directory(tmp_path) as fd:
+        job = _C.WriteJob(
+            dir_fd=fd, dir_path=str(tmp_path), workers=1, segment_bytes=SLOT_BYTES,
+            use_direct=False, is_durable=False,
+        )  # fmt: skip
+    job.add_file(["a"], bytes(16), 0)
+    tensor = torch.zeros(2 * SLOT_BYTES, dtype=torch.uint8)
+    types = [item_type(torch.uint8)]
+    job.write([write_row(tensor, 0, 0, "first")], types, is_final=False)
+    os.truncate(tmp_path / "a", 16 * SLOT_BYTES)
+    with pytest.raises(StorageError, match=rf"size check \(found {16 * SLOT_BYTES} B\)"):
+        job.write([write_row(tensor, 0, 0, "last")], types, is_final=True)
 
 
 def test_progress_is_told_and_what_it_raises_cancels_the_job(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.plan_states import as_rank, made, mesh_of, mixed_state, said, set_up
+from support.plan_states import as_rank, made, mesh_of, mixed_state, part_of, said, set_up
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -222,6 +222,18 @@ def test_placements_and_meshes_and_global_shapes_make_other_plans() -> None:
                         )
                     )
     assert len(seen) >= 3 * 2 * (len(PLACEMENTS) - 1)
+
+
+def test_distributed_tensor_that_is_frozen_is_planned_anew(made: list[int]) -> None:
+    planner = DcpxSavePlanner()
+    with as_rank(0, 2):
+        weight = part_of(WEIGHT, mesh_of((2,)), [Shard(0)]).requires_grad_()
+        for count, needs_grad in ((1, True), (1, True), (2, False), (2, False)):
+            weight.requires_grad_(needs_grad)
+            plan = set_up(planner, {"w": weight})
+            assert made[0] == count
+            (item,) = plan.items
+            assert item.tensor_data.properties.requires_grad is needs_grad
 
 
 def test_state_that_plans_itself_is_planned_each_time(made: list[int]) -> None:

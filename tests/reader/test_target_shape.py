@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torch_dcpx as dcpx
-from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError
+from torch_dcpx import DcpxLoadPlanner, DcpxReader, PlanError, UnsupportedError
 from torch_dcpx.checkpoint.load_checks import LoadRules
 from torch_dcpx.checkpoint.load_plan import RankLoad
+from torch_dcpx.tensors.memory import is_expanded
 
 WHOLE = torch.arange(11 * 3, dtype=torch.float32).reshape(11, 3)
 
@@ -30,6 +31,16 @@ LOADS: dict[str, Callable[[dict[str, Any], Path, Any], object]] = {
         state, storage_reader=DcpxReader(path), planner=planner, no_dist=True
     ),
 }
+
+
+def test_dimension_of_one_element_may_have_any_stride(tmp_path: Path) -> None:
+    dcpx.save({"w": torch.ones(1, 3)}, tmp_path, no_dist=True)
+    target = {"w": torch.zeros(6).as_strided((1, 3), (0, 2))}
+    assert not is_expanded(target["w"])
+    dcpx.load(target, tmp_path, no_dist=True)
+    assert target["w"].tolist() == [[1.0] * 3]
+    with pytest.raises(UnsupportedError, match=r"'w' .* one memory for several elements"):
+        dcpx.load({"w": torch.zeros(1).as_strided((1, 3), (0, 0))}, tmp_path, no_dist=True)
 
 
 @pytest.fixture

@@ -80,6 +80,9 @@ def test_nans_are_one_and_so_are_zeros(
     infinite = a.clone()
     infinite[0] = float("inf")  # the greatest number, or NaN where there is none
     assert sums_of(infinite) != sums_of(bits([0, *one[1:]], dtype))
+    if infinite.double().isinf().any():
+        negative = (-infinite.double()).to(dtype)
+        assert len(set(sums_of(a, infinite, negative))) == 3
 
 
 @pytest.mark.parametrize("number", [4096, 4160, 10_000, 1 << 20])
