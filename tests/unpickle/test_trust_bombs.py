@@ -25,7 +25,12 @@ from torch_dcpx.errors import CorruptionError, UnsafePickleError
 from torch_dcpx.metadata.file import decode_metadata
 from torch_dcpx.unpickle import settle
 from torch_dcpx.unpickle.byte_items import decode_byte_item
-from torch_dcpx.unpickle.hashed_keys import MAX_COMPOUND_KEYS, MAX_SAME_HASH, check_keys
+from torch_dcpx.unpickle.hashed_keys import (
+    MAX_COMPOUND_KEYS,
+    MAX_SAME_HASH,
+    KeyCheckedUnpickler,
+    check_keys,
+)
 from torch_dcpx.unpickle.stand_ins import brief
 
 # torch 2.15 says that checking takes time.
@@ -95,6 +100,21 @@ def test_keys_of_one_hash_are_refused_beyond_a_few() -> None:
     check_keys([modulus * i for i in range(MAX_SAME_HASH)])
     with pytest.raises(pickle.UnpicklingError, match=f"{MAX_SAME_HASH + 1} keys with one hash"):
         check_keys([modulus * i for i in range(MAX_SAME_HASH + 1)])
+
+
+def _none(*_: Any) -> Any:
+    raise AssertionError("nothing is looked for")
+
+
+@pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset])
+def test_containers_whose_keys_have_one_hash_are_refused(kind: Any) -> None:
+    keys = [(2**61 - 1) * i for i in range(2 * MAX_COMPOUND_KEYS)]
+    for protocol in (2, 4):
+        with pytest.raises(CorruptionError, match="keys with one hash"):
+            decode_byte_item(saved({"x": kind(keys)}, pickle_protocol=protocol), fqn="k", path="p")
+    reader = KeyCheckedUnpickler(pickle.dumps(kind(keys), 4), _none, _none)
+    with pytest.raises(pickle.UnpicklingError, match="keys with one hash"):
+        reader.load()
 
 
 def test_brief_shows_plain_values_and_only_the_type_of_others() -> None:
