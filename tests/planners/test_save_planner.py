@@ -26,6 +26,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torch_dcpx import DcpxSavePlanner, PlanError
 from torch_dcpx._compat import HAS_STRIDES
+from torch_dcpx.tensors.offences import check_plan
 from torch_dcpx.writer.table import gives_state_as_it_is
 
 
@@ -311,3 +312,11 @@ def test_whole_tensor_under_the_name_of_shards_has_stocks_error() -> None:
     for kind in (DcpxSavePlanner, DefaultSavePlanner):
         with pytest.raises(AssertionError):
             kind().create_global_plan(plans)
+
+
+def test_plan_that_writes_a_chunk_twice_is_refused() -> None:
+    items = set_up(DcpxSavePlanner(), {"w": torch.ones(3), "x": torch.ones(3), "n": 1}).items
+    check_plan(items)
+    for item in items:
+        with pytest.raises(PlanError, match=f"the plan writes '{item.index.fqn}' .* twice"):
+            check_plan([*items, item])

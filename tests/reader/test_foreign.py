@@ -39,6 +39,8 @@ from torch_dcpx import (
     ReadOptions,
     UnsafePickleError,
 )
+from torch_dcpx.reader import rows
+from torch_dcpx.reader.locate import Form, Located
 
 
 def sample() -> torch.Tensor:
@@ -334,3 +336,27 @@ def test_any_region_of_any_layout_is_what_torch_cuts_out(tmp_path: Path, seed: i
     assert torch_items(reader) == 0
     for region, expected, found in wanted:
         assert_same(expected, found, f"{region}")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "payload_bytes", "first"),
+    [
+        ((0, 0), (3, 4), 60, 3),  # elements 3 to 14
+        ((1, 2), (2, 2), 60, 9),
+        ((0, 0), (3, 4), 59, None),
+        ((2, 3), (1, 1), 59, None),
+        ((2, 3), (1, 0), 59, 14),  # no element
+        ((2, 0), (2, 4), 900, None),
+        ((0, -1), (1, 1), 900, None),
+    ],
+)
+def test_region_that_a_payload_does_not_hold_is_corruption(
+    offsets: tuple[int, ...], lengths: tuple[int, ...], payload_bytes: int, first: int | None
+) -> None:
+    form = Form("torch", (3, 4), (4, 1), "", "FloatStorage", "", False)
+    located = Located(0, "file", form, 0, payload_bytes, 3)
+    if first is not None:
+        assert rows._first_element(located, "w", offsets, lengths, 4) == first
+        return
+    with pytest.raises(CorruptionError, match="'w' in 'file'"):
+        rows._first_element(located, "w", offsets, lengths, 4)
