@@ -47,13 +47,13 @@ SEES = {
     "torch_dcpx/unpickle": "unpickle metadata reader artifacts faults",
     "torch_dcpx/views": "views cli integrity artifacts",
     "torch_dcpx": "base checkpoint cli house writer reader manager",
-    "csrc/bind": "native staging tensors writer reader metadata",
-    "csrc/common": "native staging writer storage unpickle",
+    "csrc/bind": "native staging tensors writer reader metadata faults",
+    "csrc/common": "native base tensors staging writer storage unpickle",
     "csrc/device": "native fake_cuda writer reader staging checkpoint",
     "csrc/plan": "native planners ranks reader writer staging views",
     "csrc/dcp": "planners ranks metadata writer reader native",
-    "csrc/engine": "native writer reader integrity storage staging objects faults",
-    "csrc/io": "native writer storage reader faults",
+    "csrc/engine": "native views writer reader integrity storage staging objects faults",
+    "csrc/io": "native writer storage reader faults objects",
     "csrc/format": "native metadata writer reader integrity unpickle faults interop",
 }
 TEST_S = 240  # one test, on an idle machine; a mutant may hang
