@@ -74,6 +74,15 @@ def test_hostile_header_is_a_typed_error_that_names_the_file(tmp_path: Path) -> 
         assert raised.value.path == str(path), what
 
 
+def test_long_names_are_shortened_in_errors(tmp_path: Path) -> None:
+    for count in (1, 160, 161, 100_000):
+        path = write(tmp_path / "x.safetensors", {"n" * count: row("F33")})
+        with pytest.raises(CorruptionError) as raised:
+            stored_sizes(path)
+        shown = "n" * 160 + "..." if count > 160 else "n" * count
+        assert f"'{shown}'" in str(raised.value), count
+
+
 @pytest.mark.parametrize("length", [0, 1, 9, 100_000_001, HUGE, (1 << 64) - 1])
 def test_header_length_is_compared_with_the_file_before_it_is_read(
     tmp_path: Path, length: int

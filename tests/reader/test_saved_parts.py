@@ -113,7 +113,8 @@ def test_files_that_are_not_those_of_one_save_are_damage(tmp_path: Path) -> None
         write_rows(folders[2], ends)
     write_part(folders[3], 1, {"w": (WHOLE[:4], [0, 0])})
     write_part(folders[3], 2, {"w": (WHOLE[4:].half(), [4, 0])})
-    said = ("several saves", r"twice: .*several saves", "several dtypes")
+    twice = r"hold \[\d:\d, 0:3\] of 'shard-.*twice: .*several saves"
+    said = ("several saves", twice, "several dtypes")
     for folder, text in zip(folders[1:], said, strict=True):
         with pytest.raises(dcpx.CorruptionError, match=text):
             dcpx.load_tensors(folder)
