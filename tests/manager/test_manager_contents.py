@@ -187,6 +187,16 @@ def what_ddp_does_not_keep_equal_is_said(root: Path) -> None:
     assert "'model.stage.weight'" in said
 
 
+def two_groups_of_ddp_are_said_to_differ(root: Path) -> None:
+    half = dist.get_rank() // 2
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(half)  # so equal within a group
+    stage = torch.nn.ModuleDict({"stage": torch.nn.Linear(4, 4)})
+    by_manager(DistributedDataParallel(stage, process_group=groups[half]), root)
+    (said,) = heard()
+    assert "'model.stage.weight'" in said and "ranks 0, 2" in said
+
+
 def ways_out_say_nothing(root: Path) -> None:
     rank = dist.get_rank()
     with manager_of(root / "ways") as manager:
@@ -221,3 +231,9 @@ def test_two_ranks_hear_of_tensors_that_differ(ranks: StartRanks, tmp_path: Path
     two(begin_to_hear)
     for case in CASES:
         two(case, tmp_path)
+
+
+def test_four_ranks_hear_of_two_groups_that_differ(ranks: StartRanks, tmp_path: Path) -> None:
+    four = ranks(4, anew=True)
+    four(begin_to_hear)
+    four(two_groups_of_ddp_are_said_to_differ, tmp_path / "root")
