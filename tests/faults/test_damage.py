@@ -26,6 +26,7 @@ from torch_dcpx import (
     StorageError,
     UnsafePickleError,
 )
+from torch_dcpx.reader import locate
 from torch_dcpx.reader.locate import Found
 
 BLOCK_BYTES = 64 << 10
@@ -119,6 +120,28 @@ def test_items_of_a_damaged_range_are_those_with_bytes_in_it() -> None:
     ):  # fmt: skip
         assert found.names_in("f", begin, end) == list(names), (begin, end)
     assert found.names_in("g", 0, 1000) == ["e"]
+
+
+def test_item_at_which_a_file_fails_is_named() -> None:
+    rows = [("a", "f", 0), ("b", "f", 10), ("c", "g", 0)]
+    stored: Any = [
+        (
+            SimpleNamespace(storage_index=SimpleNamespace(fqn=name)),
+            SimpleNamespace(relative_path=file, offset=at, length=10),
+        )
+        for name, file, at in rows
+    ]
+    for kind, offset, file, name in (
+        (StorageError, None, "f", "a"), (StorageError, 10, "f", "b"), (StorageError, 9, "f", "a"),
+        (StorageError, None, "g", "c"), (CorruptionError, 10, "f", "b"),
+        (CorruptionError, 19, "f", "b"), (CorruptionError, 9, "f", "a"),
+    ):  # fmt: skip
+        error = kind("it fails", offset=offset)
+        locate._name_item(error, file, stored)
+        assert str(error).endswith(f"(item '{name}')"), (kind, offset, file)
+    error = CorruptionError("it fails", offset=20)
+    locate._name_item(error, "f", stored)
+    assert "item" not in str(error)
 
 
 def test_flipped_byte_in_padding_changes_nothing(ckpt: Path) -> None:
