@@ -83,6 +83,8 @@ def test_export_of_nothing_is_refused_and_leaves_what_is_there(
             with pytest.raises(dcpx.PlanError, match=r"there is no tensor to export"):
                 dcpx.export(source, tmp_path / "out", format=file_format, **arguments)
             assert not (tmp_path / "out").exists(), number
+    report = dcpx.export({"w": torch.ones(0, 4)}, tmp_path / "out", format=file_format)
+    assert report.tensors == 1
 
 
 def test_objects_alone_are_an_artifact_of_torch_and_none_of_safetensors(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def rewritten(source: Path, target: Path, change: Any) -> None:
 # ---- What is read --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["y.pt", "out"])
+@pytest.mark.parametrize("target", ["y.pth", "out"])
 def test_model_on_meta_gets_what_export_wrote_for_torch_load(tmp_path: Path, target: str) -> None:
     source = model()
     path = tmp_path / target

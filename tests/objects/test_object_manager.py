@@ -178,6 +178,28 @@ def test_data_of_a_removed_checkpoint_stay_for_the_grace(root: Root, later: list
     assert root.kinds("step-4") == {".metadata", "data"}
 
 
+def test_grace_is_an_hour_unless_it_is_given(root: Root, later: list[float]) -> None:
+    manager = root.manager(keep_last=1)
+    save_steps(manager, 1, 2)
+    for hours, kinds in ((0.9, {".dcpx.deleted", "data"}), (1.01, set())):
+        later[0] = hours * HOUR
+        save_steps(manager, 3)
+        assert root.kinds("step-1") == kinds
+
+
+def test_copy_outlives_what_it_is_a_copy_of(root: Root, later: list[float]) -> None:
+    manager = root.manager(keep_last=2)
+    save_steps(manager, 1, 2, 3)
+    for name in root.names("step-3"):
+        root.put(f"mine/{name}", root.get(f"step-3/{name}"))
+    for step in (4, 5, 6):
+        later[0] += 1.1 * HOUR
+        save_steps(manager, step)
+    assert root.kinds("step-3") == set()
+    assert root.kinds("mine") == {".metadata", "data"}
+    assert (manager.tags(), resumed(manager, tag="mine")) == (["mine", "step-5", "step-6"], 3.0)
+
+
 def test_tag_that_is_saved_again_while_its_data_wait_is_whole(
     root: Root, later: list[float]
 ) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,15 +75,16 @@ def test_nothing_is_synced_for_a_directory_that_is_there_or_without_durability(
 def test_directory_that_another_rank_makes_meanwhile_is_fine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mkdir = Path.mkdir
+    made = []
 
-    def raced(path: Path, *args: Any, **kwargs: Any) -> None:
-        mkdir(path)
-        mkdir(path, *args, **kwargs)
+    def raced(path: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(Path(path).name)
+        os.mkdir(path, *args, **kwargs)
+        os.mkdir(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "mkdir", raced)
+    monkeypatch.setattr(directory, "os", SimpleNamespace(**{**vars(os), "mkdir": raced}))
     make_directory(tmp_path / "a" / "b", is_durable=True)
-    assert (tmp_path / "a" / "b").is_dir()
+    assert (tmp_path / "a" / "b").is_dir() and made == ["a", "b"]
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["itself", "below it"])

@@ -48,7 +48,7 @@ def test_keys_are_names_first_then_globs_and_are_summed_alone(tmp_path: Path) ->
     assert found.stored_nbytes == sum(item.nbytes for item in found.items)
     with pytest.raises(dcpx.UnknownNameError, match="did you mean 'w0'") as raised:
         dcpx.inspect(tmp_path, "w00")
-    assert raised.value.path == str(tmp_path)
+    assert (raised.value.path, raised.value.fqn) == (str(tmp_path), "w00")
     with pytest.raises(dcpx.OptionError, match="keys"):
         dcpx.inspect(tmp_path, [3])  # type: ignore[list-item]
 
@@ -60,6 +60,8 @@ def test_it_has_each_ranks_own_metadata(tmp_path: Path) -> None:
     assert [each.metadata_file for each in found.saves] == ["__0.metadata", "__1.metadata"]
     assert len(found.items) == 2 and "each of 2 ranks saved its own" in found.head()
     assert [row[0] for row in found.table().rows] == ["__0.metadata", "__1.metadata"]
+    shown = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).stdout)
+    assert [each["metadata_file"] for each in shown] == ["__0.metadata", "__1.metadata"]
 
 
 def test_what_is_no_checkpoint_or_damaged_is_said(tmp_path: Path) -> None:
