@@ -172,4 +172,14 @@ TEST(copies_run_beside_a_registration_of_their_memory) {
   }
 }
 
+TEST(a_node_that_is_not_known_leaves_memory_where_it_lies) {
+  FakeDriver driver(7);
+  const Slot slot(kBytes);
+  CHECK(!dcpx::device::prefer_node(slot.data(), kBytes, -1));
+  CHECK(!dcpx::device::prefer_node(slot.data(), kBytes, 1 << 20));
+  CHECK(!dcpx::device::prefer_node(slot.data(), 0, 0));
+  CHECK(dcpx::device::numa_node_of(0) >= -1);
+  CHECK_EQ(dcpx::device::numa_node_of(99), -1);
+}
+
 }  // namespace

@@ -190,6 +190,18 @@ TEST(failed_queue_hands_out_nothing_and_takes_back_what_was_taken) {
   CHECK_EQ(queue->gone_bytes(), 10U);
 }
 
+TEST(second_allocation_changes_nothing) {
+  Queue queue(1, 2);
+  const std::uint64_t size_bytes = queue->size_bytes();
+  const int slot = take_slot(queue);
+  std::byte* const begin = queue->slot(slot);
+  queue->allocate(9, 2 * kSlotBytes, -1, {});
+  CHECK_EQ(queue->size_bytes(), size_bytes);
+  CHECK_EQ(queue->slot(slot), begin);
+  CHECK(take_slot(queue) != slot);
+  CHECK(has_to_wait(queue));
+}
+
 TEST(slots_wait_until_pieces_own_no_more_than_the_limit) {
   Queue queue;
   queue->put(0, 0, owned_piece(kOwnedBytes));

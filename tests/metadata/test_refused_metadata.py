@@ -108,6 +108,7 @@ WRONG: dict[str, tuple[Change, str | None]] = {
     "size None": (tensor(None, S([0]), S([4])), "key"),
     "dtype no dtype": (tensor(S([4]), S([0]), S([4]), dtype="float32"), "key"),
     "flag no bool": (tensor(S([4]), S([0]), S([4]), pin_memory=1), "key"),
+    "grad no bool": (tensor(S([4]), S([0]), S([4]), requires_grad=1), "key"),
     "no properties": (whole(S([4]), [], None), "key"),
     "strides a list": (strides([3, 1]), "step"),
     "strides no ints": (strides((3, "1")), "step"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_files_through_the_page_cache_are_written_back_before_the_fsync(
     with scratch() as directory:
         write(directory, [tensor], use_direct=False, is_durable=False)
     assert _C.call_counts()["sync_file_range"] == before["sync_file_range"]
+
+
+@pytest.mark.parametrize("nth", [0, 12, 13])  # begun, waited for and begun by turns
+def test_failed_write_back_is_an_error(tmp_path: Path, nth: int) -> None:
+    """The fsync behind it may not be told again of what was lost."""
+    tensor = torch.arange(32 << 18, dtype=torch.int32)  # 32 MiB
+    _C.arm_fault(nth, errno.EIO, "sync_file_range")
+    try:
+        with pytest.raises(StorageError, match="sync_file_range") as caught:
+            write(tmp_path, [tensor], workers=1, segment_bytes=1 << 20, use_direct=False,
+                  is_durable=True)  # fmt: skip
+    finally:
+        _C.disarm_fault()
+    assert caught.value.errno == errno.EIO
 
 
 def test_file_that_another_has_made_longer_is_refused(tmp_path: Path, no_leaks: None) -> None:

@@ -13,7 +13,7 @@ import torch
 from support.machine import seconds
 from support.staged import stage_tensors
 
-from torch_dcpx import _C, StagingError
+from torch_dcpx import _C, DcpxError, StagingError
 from torch_dcpx.staging import arena as arena_module
 from torch_dcpx.staging.arena import ArenaPool, attach, note_written
 from torch_dcpx.staging.host_memory import Available, available_memory
@@ -217,6 +217,9 @@ def test_attached_arena_shows_the_bytes_and_tells_the_owner_what_was_written() -
     assert owner.lent == 0
     note_written(seen.data_ptr())
     assert owner.written == 1
+    for fd, nbytes in ((owner.fd, MIB // 2), (owner.fd, 2 * MIB), (-1, MIB)):
+        with pytest.raises(DcpxError):
+            attach(fd, nbytes)
 
 
 # ---- host_memory --------------------------------------------------------------------------------
