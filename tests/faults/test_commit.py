@@ -336,6 +336,12 @@ def test_overwrite_false_refuses_a_checkpoint_with_stocks_text(tmp_path: Path) -
                     dcp.save(state_of(1), storage_writer=refused, no_dist=True)
                 assert str(raised.error) == "Checkpoint already exists and self.overwrite=False."
         assert files_in(path) == before
+    save_rank_local(state_of(), own := tmp_path / "own", 0)
+    before, again = files_in(own), DcpxWriter(own, overwrite=False)
+    with pytest.raises(RuntimeError, match="already exists"):
+        dcp.save(state_of(1), storage_writer=again, no_dist=True, use_collectives=False)
+    after = {**files_in(own), ".dcpx.0.lock": b""}  # which says that a save did not end
+    assert after == before
     save(state_of(1), tmp_path / "all")
     assert_whole(state_of(1), tmp_path / "all")
 

@@ -151,3 +151,15 @@ def test_two_builds_of_one_commit_are_equal_bytes(tmp_path: Path, nvcc: Path) ->
         assert wheel.name in (wheel.parent / "SHA256SUMS").read_text()
         built.append((wheel.name, wheel.read_bytes()))
     assert built[0] == built[1]
+
+
+def test_only_numbered_versions_of_glibc_up_to_that_of_the_tag_are_served(
+    wheels: ModuleType,
+) -> None:
+    names = ["GLIBC_2.2.5", "GLIBC_2.28", "GLIBC_2.29", "GLIBC_2.34", "GLIBC_ABI_DT_RELR"]
+    assert [name for name in names if wheels._is_served(name)] == names[:2]
+
+
+def test_tools_are_pinned() -> None:
+    lines = (ROOT / "requirements" / "wheels.txt").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(r"#.*|[\w-]+==[\d.]+", line)] == []

@@ -119,6 +119,22 @@ def test_what_cannot_be_loaded_safely_is_refused_by_its_path(tmp_path: Path) -> 
     assert not (tmp_path / "root").exists()
 
 
+def test_what_each_rank_has_of_its_own_is_told_apart_by_the_types_of_its_keys() -> None:
+    keys = [1, "1", (1, 2), "(1, 2)", None, "None", "True", "a.b", "x'", 1.5]
+    content = {
+        **{key: PerRank(number) for number, key in enumerate(keys)},
+        "a": {"b": PerRank("nested"), "5": PerRank("text"), 5: PerRank("number")},
+        2: {5: PerRank("2, then 5")},
+        2.5: PerRank("2.5"),
+    }
+    shared, own = split_content(content, "c")
+    assert len(own) == len(keys) + 5
+    found = with_own(decode_content(encode_content(shared), "c", "p", None), own)
+    assert [found[key] for key in keys] == list(range(len(keys)))
+    assert found["a"] == {"b": "nested", "5": "text", 5: "number"}
+    assert (found[2], found[2.5]) == ({5: "2, then 5"}, "2.5")
+
+
 def test_what_each_rank_has_of_its_own_needs_a_merge_where_ranks_changed() -> None:
     names = ["dataloader", "user_content.rng"]
     check_mergeable(names, None, 2, 2, "ckpt")
